@@ -1,0 +1,100 @@
+"""What a drafter is. Anything that follows these two protocols drafts losslessly for any target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from specdiff.verify.laws import Proposal
+from specdiff.verify.noise import RoundNoise
+
+Warp = Callable[[Tensor], Tensor]
+"""Maps raw logits ``[..., V]`` to warped logits of the same shape (temperature, top-k, top-p, ...)."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a drafter learns about one call of ``generate``.
+
+    Attributes:
+        batch_size: number of rows at the start.
+        device: where token tensors live.
+        dtype: dtype of the target's hidden states (taps).
+        vocab_size: width of the target's logits; only ids below it may be proposed.
+        rule: the acceptance rule in force: "greedy", "token", "block" or "coupled". Under "greedy" a drafter proposes
+            its argmax (law Delta); under "coupled" it should draw with ``noise.coupled`` (law Coupled).
+        warp: temperature and filters of this request, to be applied to the drafter's own logits before sampling.
+        capacity: upper bound of committed tokens per row in this request (prompt and new tokens), for preallocation.
+        target_cache: read-only view of the target's KV cache, for drafters that share weights with it, else None.
+    """
+
+    batch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    rule: str = "greedy"
+    warp: Warp = field(default=lambda logits: logits)
+    capacity: int = 0
+    target_cache: object | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """True when the drafter should propose its argmax."""
+        return self.rule == "greedy"
+
+
+@runtime_checkable
+class DraftSession(Protocol):
+    """All drafter state of one request; nothing survives it."""
+
+    def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
+        """Draft a block after ``anchor``: ``Long[B]``, at most ``limits``: ``Long[B]`` tokens per row.
+
+        ``noise`` is the round's noise; draws use ``Purpose.DRAFT`` or ``noise.coupled``.
+        """
+        ...
+
+    def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
+        """Learn about committed tokens whose target states now exist.
+
+        Called for each prefill chunk and after each round (anchor and accepted drafts). ``tokens``: ``Long[B, T]``,
+        left-aligned; ``counts``: ``Long[B]`` valid entries per row (entries past it are padding, in taps too);
+        ``taps``: ``[B, T, n*H]`` target states after the tapped layers, concatenated in tap order, or None if the
+        drafter taps nothing.
+        """
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only ``rows``: ``Long[b]`` indices into the current batch, in that order."""
+        ...
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Forget committed tokens past ``lengths``: ``Long[B]`` per row (an edited history)."""
+        ...
+
+    def close(self) -> None:
+        """Release what the session holds. Called exactly once, also after errors."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes blocks of tokens. Holds weights and settings, no request state; never edits the target."""
+
+    block_size: int
+    """K, the largest number of drafted tokens per proposal."""
+    taps: Sequence[int]
+    """Target layer ids whose output states the drafter reads (``hidden_states[i + 1]``); empty for none."""
+
+    def start(self, request: DraftRequest) -> DraftSession:
+        """Open the state for one call of ``generate``."""
+        ...
+
+
+def as_limits(limits: Tensor, block_size: int) -> Tensor:
+    """``limits`` clamped to [0, block_size]."""
+    return torch.clamp(limits, min=0, max=block_size)
