@@ -1,4 +1,4 @@
-"""Where the development data lies, if this checkout has it. It is not part of the project and only widens some tests."""
+"""Where the development data lies, if this checkout has it. It is no part of the project; it only widens some tests."""
 
 from __future__ import annotations
 
