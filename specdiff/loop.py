@@ -1,0 +1,353 @@
+"""The decode loop, once: draft a block, verify it in one target pass, commit what stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession
+from specdiff.errors import InvalidInputError, NumericalError
+from specdiff.sequential import verify_in_order
+from specdiff.stats import GenerationStats
+from specdiff.stopping import StopTests
+from specdiff.target import Target, TargetState
+from specdiff.verify import Noise, Proposal, Verdict, verify
+from specdiff.verify.noise import RoundNoise
+from specdiff.warp import BlockWarp
+
+DEFAULT_CHUNK = 1024
+"""Prompt tokens per prefill pass; bounds the mask and the tapped states of one pass."""
+
+
+@dataclass
+class Job:
+    """One call, ready to run.
+
+    Attributes:
+        ids: ``Long[B, P]`` prompts as plain decoding holds them, left padding included.
+        pads: left padding of each row.
+        max_new: upper bound of new tokens per row.
+        pad_token: what fills rows that ended early.
+        rule: acceptance rule.
+        block_size: largest block asked of the drafter.
+        warp: logits processors.
+        stops: stopping criteria.
+        seeds: ``Long[B]`` row seeds.
+        chunk: prompt tokens per prefill pass.
+        emit: called with ``Long[B]`` new tokens for each committed step, or None.
+        keep_scores: keep processed scores of each new token.
+        keep_logits: keep raw logits of each new token.
+    """
+
+    ids: Tensor
+    pads: list[int]
+    max_new: int
+    pad_token: int
+    rule: str
+    block_size: int
+    warp: BlockWarp
+    stops: StopTests
+    seeds: Tensor
+    chunk: int = DEFAULT_CHUNK
+    emit: Callable[[Tensor], None] | None = None
+    keep_scores: bool = False
+    keep_logits: bool = False
+    stats: GenerationStats = field(default_factory=GenerationStats)
+
+
+@dataclass
+class Row:
+    """Host-side record of one row."""
+
+    index: int
+    prompt: int
+    new: list[int] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    reason: str | None = None
+
+    @property
+    def committed(self) -> int:
+        """Logical tokens so far, the anchor included."""
+        return self.prompt + len(self.new)
+
+
+class Decoding:
+    """The state of one running call.
+
+    Args:
+        job: what to do.
+        target: who verifies.
+        drafter: who drafts; None decodes one token per pass through the same loop.
+        state: a target state with some of the prompt already committed, or None.
+        session: the drafter's session that belongs to ``state``.
+        keep_rows: rows stay in the caches when they end (sessions that go on later).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        target: Target,
+        drafter: Drafter | None,
+        state: TargetState | None = None,
+        session: DraftSession | None = None,
+        keep_rows: bool = False,
+    ) -> None:
+        self.job, self.target, self.drafter = job, target, drafter
+        batch, width = job.ids.shape
+        self.device = target.device
+        self.stats = job.stats
+        self.stats.rule = job.rule
+        self.stats.path = target.name
+        self.stats.row_rounds = [0] * batch
+        self.stats.emitted = [[] for _ in range(batch)]
+        self.stats.seconds = dict.fromkeys(("prefill", "draft", "verify", "rest"), 0.0)
+        self.lockstep = job.warp.kind == "stateful" and batch > 1 or (job.emit is not None and batch > 1)
+        self.keep_rows = keep_rows or self.lockstep
+        self.rows = [Row(r, width - pad) for r, pad in enumerate(job.pads)]
+        self.active = list(self.rows)
+        self.ids = torch.empty(batch, width + min(job.max_new, 4096), dtype=torch.long, device=self.device)
+        self.ids[:, :width] = job.ids
+        self.noise = Noise(job.seeds.to(self.device))
+        self.state, self.session = state, session
+
+    def run(self) -> list[Row]:
+        """Decode until every row has ended; returns the rows in order."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            self._open()
+            self._prefill()
+            while self.active:
+                self._round()
+        seconds = self.stats.seconds
+        seconds["rest"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
+        self.stats.finish_reason = [row.reason for row in self.rows]
+        return self.rows
+
+    def close(self) -> None:
+        """Release both sides."""
+        if self.session is not None:
+            self.session.close()
+        if self.state is not None:
+            self.state.close()
+
+    # -- set-up and prefill ------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        job, batch = self.job, len(self.rows)
+        capacity = max(row.prompt for row in self.rows) + job.max_new + job.block_size + 1
+        if self.state is None:
+            taps = tuple(self.drafter.taps) if self.drafter is not None else ()
+            self.state = self.target.open(batch, capacity, taps)
+        if self.drafter is None or self.lockstep:
+            return
+        request = DraftRequest(
+            batch_size=batch,
+            device=self.device,
+            dtype=self.target.dtype,
+            vocab_size=self.target.vocab_size,
+            rule=job.rule,
+            warp=job.warp.draft_warp(),
+            capacity=capacity,
+            target_cache=self.state,
+        )
+        if self.session is None:
+            self.session = self.drafter.start(request)
+        else:
+            self.session.request = request
+
+    def _prefill(self) -> None:
+        """Run what is not yet cached of every prompt, in chunks, and draw the first new token of each row."""
+        state = self.state
+        assert state is not None
+        began = time.perf_counter()
+        lengths = [row.prompt for row in self.rows]
+        done = list(state.lengths)
+        width = max(length - start for length, start in zip(lengths, done, strict=True))
+        left = torch.zeros(len(self.rows), width, dtype=torch.long, device=self.device)
+        for row, (length, start) in enumerate(zip(lengths, done, strict=True)):
+            pad = self.job.pads[row]
+            left[row, : length - start] = self.ids[row, pad + start : pad + length]
+        first: Tensor | None = None
+        for at in range(0, width, self.job.chunk):
+            tokens = left[:, at : at + self.job.chunk]
+            host = [max(0, min(l - s - at, tokens.shape[1])) for l, s in zip(lengths, done, strict=True)]
+            ends = [0 < l - s - at <= tokens.shape[1] for l, s in zip(lengths, done, strict=True)]
+            counts = torch.tensor(host, device=self.device)
+            result = state.forward(tokens, counts, head="last" if any(ends) else None)
+            state.advance(host)
+            if self.session is not None:
+                self.session.commit(tokens, counts, result.taps)
+            if result.logits is not None:
+                ended = torch.tensor(ends, device=self.device)[:, None, None]
+                first = result.logits if first is None else torch.where(ended, result.logits, first)
+        assert first is not None
+        self.stats.prompt_tokens_computed = sum(lengths) - sum(done)
+        proposal = Proposal.empty(len(self.rows), self.device)
+        self._judge(first, proposal, self.noise.round(torch.tensor(lengths, device=self.device)), prefill=True)
+        self.stats.seconds["prefill"] += time.perf_counter() - began
+
+    # -- one round ---------------------------------------------------------------------------------------------------
+
+    def _round(self) -> None:
+        state = self.state
+        assert state is not None
+        began = time.perf_counter()
+        self.stats.rounds += 1
+        committed = torch.tensor([row.committed for row in self.active], device=self.device)
+        noise = self.noise.round(committed)
+        anchor = torch.tensor([row.new[-1] for row in self.active], device=self.device)
+        proposal = self._propose(anchor, noise)
+        drafted = time.perf_counter()
+        tokens = torch.cat([anchor[:, None], proposal.tokens.clamp(0, self.target.vocab_size - 1)], dim=1)
+        result = state.forward(tokens, proposal.lengths + 1)
+        assert result.logits is not None
+        kept = self._judge(result.logits, proposal, noise, tokens=tokens, taps=result.taps)
+        seconds = self.stats.seconds
+        seconds["draft"] += drafted - began
+        seconds["verify"] += kept - drafted
+
+    def _propose(self, anchor: Tensor, noise: RoundNoise) -> Proposal:
+        """Ask the drafter, within each row's budget and the target's position limit."""
+        limits = [self._limit(row) for row in self.active]
+        if self.session is None or max(limits) <= 0:
+            return Proposal.empty(len(self.active), self.device)
+        bound = torch.tensor(limits, device=self.device)
+        proposal = self.session.propose(anchor, bound, noise)
+        if proposal.tokens.shape[0] != len(self.active):
+            raise InvalidInputError(
+                f"the drafter proposed {proposal.tokens.shape[0]} rows for a batch of {len(self.active)}; "
+                "a session must follow select()"
+            )
+        proposal.lengths = torch.minimum(proposal.lengths, bound)
+        return proposal
+
+    def _limit(self, row: Row) -> int:
+        """Most tokens that may be drafted for this row now: each round adds one more of the target's own."""
+        limit = min(self.job.block_size, self.job.max_new - len(row.new) - 1)
+        if self.target.max_positions is not None:
+            limit = min(limit, self.target.max_positions - row.committed)
+        return max(0, limit)
+
+    def _judge(
+        self,
+        logits: Tensor,
+        proposal: Proposal,
+        noise: RoundNoise,
+        *,
+        tokens: Tensor | None = None,
+        taps: Tensor | None = None,
+        prefill: bool = False,
+    ) -> float:
+        """Process, verify, read back once, commit. Returns the time of the read-back."""
+        scores, verdict = self._verify(logits, proposal, noise)
+        packed = torch.cat(
+            [torch.stack([verdict.accepted, verdict.next_token, verdict.bad.long(), proposal.lengths], 1), proposal.tokens], 1
+        )
+        table = packed.tolist()  # the round's one read-back
+        read = time.perf_counter()
+        for row, line in zip(self.active, table, strict=True):
+            if line[2]:
+                raise NumericalError(
+                    f"the target's logits for row {row.index} are NaN, +inf or all -inf at new token "
+                    f"{len(row.new)} or up to {line[0]} after it; check the model's weights, dtype and logits processors"
+                )
+        counts = []
+        for at, (row, line) in enumerate(zip(self.active, table, strict=True)):
+            accepted, following, _, length, *drafts = line
+            fresh = [*drafts[:accepted], following]
+            if row.reason is not None:  # lockstep keeps ended rows in the batch, as plain decoding does
+                fresh, emitted = [self.job.pad_token], 1
+                self._write(row, fresh)
+                row.new += fresh
+            else:
+                emitted = self._append(row, fresh, None if scores is None else scores[at], logits[at])
+                if prefill:
+                    self.stats.emitted[row.index].append(emitted)
+                else:
+                    self.stats.count(row.index, length, min(accepted, emitted), emitted)
+            counts.append(emitted)
+        if self.lockstep and self.job.emit is not None:
+            self.job.emit(torch.tensor([row.new[-1] for row in self.active]))
+        if not prefill:
+            assert self.state is not None and tokens is not None
+            self.state.advance(counts)
+            if self.session is not None:
+                self.session.commit(tokens, torch.tensor(counts, device=self.device), taps)
+        self._drop_ended()
+        return read
+
+    def _verify(self, logits: Tensor, proposal: Proposal, noise: RoundNoise) -> tuple[Tensor | None, Verdict]:
+        """Scores ``[B, T, V]`` (None when they are the logits themselves) and the verdict."""
+        warp, rule = self.job.warp, self.job.rule
+        if warp.kind == "none":
+            return None, verify(rule, logits, proposal, noise)
+        if warp.kind != "stateful":
+            scores = warp.block([self._prefix(row) for row in self.active], logits, proposal.tokens)
+            return scores, verify(rule, scores, proposal, noise)
+        if self.lockstep:
+            length = self.job.ids.shape[1] + len(self.active[0].new)
+            scores = warp.lockstep(self.ids[:, :length], logits[:, 0])[:, None]
+            return scores, verify(rule, scores, proposal, noise)
+        prefix = self._prefix(self.active[0])
+
+        def score(drafts: Tensor, row_logits: Tensor) -> Tensor:
+            return warp.step([torch.cat([prefix, drafts])], row_logits)
+
+        verdict, scores = verify_in_order(rule, logits, proposal, noise, score)
+        return scores, verdict
+
+    def _prefix(self, row: Row) -> Tensor:
+        return self.ids[row.index, : self.job.ids.shape[1] + len(row.new)]
+
+    def _write(self, row: Row, tokens: Sequence[int]) -> None:
+        """Put tokens behind a row's ids, growing the buffer when a long request fills it."""
+        at = self.job.ids.shape[1] + len(row.new)
+        if at + len(tokens) > self.ids.shape[1]:
+            self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
+        self.ids[row.index, at : at + len(tokens)] = torch.tensor(tokens, device=self.device)
+
+    def _append(self, row: Row, fresh: Sequence[int], scores: Tensor | None, logits: Tensor) -> int:
+        """Commit tokens one by one, each through the stop tests; returns how many stood."""
+        job = self.job
+        self._write(row, fresh)
+        width = job.ids.shape[1]
+        for slot, token in enumerate(fresh):
+            row.new.append(token)
+            if job.keep_logits:
+                row.logits.append(logits[slot].clone())
+            if job.keep_scores:
+                row.scores.append((logits if scores is None else scores)[slot].clone())
+            if job.emit is not None and not self.lockstep:
+                job.emit(torch.tensor([token]))
+            if job.stops.quick:
+                reason = job.stops.check_token(token, width + len(row.new))
+            else:
+                kept = tuple(step[None] for step in row.scores) if job.keep_scores else None
+                reason = job.stops.check(self.ids[row.index : row.index + 1, : width + len(row.new)], kept)
+            if reason is not None:
+                row.reason = reason
+                return slot + 1
+        return len(fresh)
+
+    def _drop_ended(self) -> None:
+        """Rows that ended leave the batch, and their work with them."""
+        if all(row.reason is not None for row in self.active):
+            self.active = []
+            return
+        if self.keep_rows:
+            return
+        keep = [at for at, row in enumerate(self.active) if row.reason is None]
+        if len(keep) == len(self.active):
+            return
+        self.active = [self.active[at] for at in keep]
+        rows = torch.tensor(keep, device=self.device)
+        self.noise = self.noise.select(rows)
+        assert self.state is not None
+        self.state.select(keep)
+        if self.session is not None:
+            self.session.select(rows)
