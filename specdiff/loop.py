@@ -76,6 +76,17 @@ class Row:
         return self.prompt + len(self.new)
 
 
+def needs_step(job: Job) -> str | None:
+    """What makes several rows decode in step, one token per pass, as plain decoding does; None when nothing does."""
+    if job.warp.kind == "stateful":
+        return "a stateful logits processor"
+    if job.emit is not None:
+        return "a streamer"
+    if not job.stops.rowwise:
+        return "a custom stopping criterion"
+    return None
+
+
 class Decoding:
     """The state of one running call.
 
@@ -106,7 +117,7 @@ class Decoding:
         self.stats.row_rounds = [0] * batch
         self.stats.emitted = [[] for _ in range(batch)]
         self.stats.seconds = dict.fromkeys(("prefill", "draft", "verify", "rest"), 0.0)
-        self.lockstep = job.warp.kind == "stateful" and batch > 1 or (job.emit is not None and batch > 1)
+        self.lockstep = batch > 1 and needs_step(job) is not None
         self.keep_rows = keep_rows or self.lockstep
         self.rows = [Row(r, width - pad) for r, pad in enumerate(job.pads)]
         self.active = list(self.rows)
@@ -256,23 +267,8 @@ class Decoding:
                     f"the target's logits for row {row.index} are NaN, +inf or all -inf at new token "
                     f"{len(row.new)} or up to {line[0]} after it; check the model's weights, dtype and logits processors"
                 )
-        counts = []
-        for at, (row, line) in enumerate(zip(self.active, table, strict=True)):
-            accepted, following, _, length, *drafts = line
-            fresh = [*drafts[:accepted], following]
-            if row.reason is not None:  # lockstep keeps ended rows in the batch, as plain decoding does
-                fresh, emitted = [self.job.pad_token], 1
-                self._write(row, fresh)
-                row.new += fresh
-            else:
-                emitted = self._append(row, fresh, None if scores is None else scores[at], logits[at])
-                if prefill:
-                    self.stats.emitted[row.index].append(emitted)
-                else:
-                    self.stats.count(row.index, length, min(accepted, emitted), emitted)
-            counts.append(emitted)
-        if self.lockstep and self.job.emit is not None:
-            self.job.emit(torch.tensor([row.new[-1] for row in self.active]))
+        append = self._append_in_step if self.lockstep else self._append_rows
+        counts = append(table, scores, logits, prefill)
         if not prefill:
             assert self.state is not None and tokens is not None
             self.state.advance(counts)
@@ -287,7 +283,7 @@ class Decoding:
         if warp.kind == "none":
             return None, verify(rule, logits, proposal, noise)
         if warp.kind != "stateful":
-            scores = warp.block([self._prefix(row) for row in self.active], logits, proposal.tokens)
+            scores = warp.block([self._prefix(row) for row in self.active], logits, proposal.tokens, rows=[row.index for row in self.active])
             return scores, verify(rule, scores, proposal, noise)
         if self.lockstep:
             length = self.job.ids.shape[1] + len(self.active[0].new)
@@ -311,28 +307,67 @@ class Decoding:
             self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
         self.ids[row.index, at : at + len(tokens)] = torch.tensor(tokens, device=self.device)
 
-    def _append(self, row: Row, fresh: Sequence[int], scores: Tensor | None, logits: Tensor) -> int:
-        """Commit tokens one by one, each through the stop tests; returns how many stood."""
-        job = self.job
-        self._write(row, fresh)
-        width = job.ids.shape[1]
-        for slot, token in enumerate(fresh):
-            row.new.append(token)
-            if job.keep_logits:
-                row.logits.append(logits[slot].clone())
-            if job.keep_scores:
-                row.scores.append((logits if scores is None else scores)[slot].clone())
-            if job.emit is not None and not self.lockstep:
-                job.emit(torch.tensor([token]))
-            if job.stops.quick:
-                reason = job.stops.check_token(token, width + len(row.new))
-            else:
-                kept = tuple(step[None] for step in row.scores) if job.keep_scores else None
-                reason = job.stops.check(self.ids[row.index : row.index + 1, : width + len(row.new)], kept)
-            if reason is not None:
-                row.reason = reason
-                return slot + 1
-        return len(fresh)
+    def _append_rows(self, table: list[list[int]], scores: Tensor | None, logits: Tensor, prefill: bool) -> list[int]:
+        """Commit each row's accepted drafts and next token; returns how many tokens stood per row."""
+        counts = []
+        for at, (row, line) in enumerate(zip(self.active, table, strict=True)):
+            accepted, following, _, length, *drafts = line
+            fresh = [*drafts[:accepted], following]
+            self._write(row, fresh)
+            emitted = len(fresh)
+            for slot, token in enumerate(fresh):
+                self._keep(row, token, scores, logits, at, slot)
+                if self.job.emit is not None:
+                    self.job.emit(torch.tensor([token]))
+                row.reason = self._stop(row, token)
+                if row.reason is not None:
+                    emitted = slot + 1
+                    break
+            self._book(row, length, min(accepted, emitted), emitted, prefill)
+            counts.append(emitted)
+        return counts
+
+    def _append_in_step(
+        self, table: list[list[int]], scores: Tensor | None, logits: Tensor, prefill: bool
+    ) -> list[int]:
+        """One token for every row, ended rows included (they get padding), with the calls of plain decoding."""
+        running = [row.reason is None for row in self.active]
+        for at, (row, line) in enumerate(zip(self.active, table, strict=True)):
+            token = line[1] if running[at] else self.job.pad_token
+            self._write(row, [token])
+            self._keep(row, token, scores, logits, at, 0)
+        if self.job.emit is not None:
+            self.job.emit(torch.tensor([row.new[-1] for row in self.active]))
+        length = self.job.ids.shape[1] + len(self.active[0].new)
+        kept = None
+        if self.job.keep_scores:
+            kept = tuple(torch.stack(step) for step in zip(*(row.scores for row in self.active), strict=True))
+        reasons = self.job.stops.check_batch(self.ids[:, :length], kept)
+        for at, row in enumerate(self.active):
+            if running[at]:
+                row.reason = reasons[at]
+                self._book(row, 0, 0, 1, prefill)
+        return [1] * len(self.active)
+
+    def _keep(self, row: Row, token: int, scores: Tensor | None, logits: Tensor, at: int, slot: int) -> None:
+        row.new.append(token)
+        if self.job.keep_logits:
+            row.logits.append(logits[at, slot].clone())
+        if self.job.keep_scores:
+            row.scores.append((logits if scores is None else scores)[at, slot].clone())
+
+    def _stop(self, row: Row, token: int) -> str | None:
+        stops, length = self.job.stops, self.job.ids.shape[1] + len(row.new)
+        if stops.quick:
+            return stops.quick_check(token, length)
+        kept = tuple(step[None] for step in row.scores) if self.job.keep_scores else None
+        return stops.check(self.ids[row.index : row.index + 1, :length], kept)
+
+    def _book(self, row: Row, proposed: int, accepted: int, emitted: int, prefill: bool) -> None:
+        if prefill:
+            self.stats.emitted[row.index].append(emitted)
+        else:
+            self.stats.count(row.index, proposed, accepted, emitted)
 
     def _drop_ended(self) -> None:
         """Rows that ended leave the batch, and their work with them."""
