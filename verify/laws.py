@@ -81,7 +81,9 @@ class Proposal:
         if self.parents is not None:
             raise UnsupportedError("Proposal.parents is reserved: tree proposals are not supported yet; leave it None")
         if self.tokens.dim() != 2 or self.tokens.dtype != torch.long:
-            raise InvalidInputError(f"Proposal.tokens must be Long[B, K], got {self.tokens.dtype} {tuple(self.tokens.shape)}")
+            raise InvalidInputError(
+                f"Proposal.tokens must be Long[B, K], got {self.tokens.dtype} {tuple(self.tokens.shape)}"
+            )
         batch, block = self.tokens.shape
         if self.lengths.shape != (batch,):
             raise InvalidInputError(f"Proposal.lengths must be Long[{batch}], got shape {tuple(self.lengths.shape)}")
@@ -89,9 +91,7 @@ class Proposal:
             raise InvalidInputError("a Sampled proposal needs the logits its tokens were drawn from")
         if self.logits is not None and self.logits.shape[:2] != (batch, block):
             raise InvalidInputError(f"Proposal.logits must be [{batch}, {block}, Vd], got {tuple(self.logits.shape)}")
-        if self.draft_ids is not None and (
-            self.logits is None or self.draft_ids.shape != (self.logits.shape[-1],)
-        ):
+        if self.draft_ids is not None and (self.logits is None or self.draft_ids.shape != (self.logits.shape[-1],)):
             raise InvalidInputError("Proposal.draft_ids must be Long[Vd], one target id per column of logits")
         for name in ("written", "delta"):
             value = getattr(self, name)

@@ -1,0 +1,185 @@
+"""The four acceptance rules behind one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdiff.errors import InvalidInputError, UnsupportedError
+from specdiff.verify import block as block_rule
+from specdiff.verify import coupled as coupled_rule
+from specdiff.verify import greedy as greedy_rule
+from specdiff.verify import token as token_rule
+from specdiff.verify.draw import race
+from specdiff.verify.laws import Coupled, Proposal, Verdict
+from specdiff.verify.noise import Purpose, RoundNoise
+from specdiff.verify.prepare import Prepared, inside, leading, prepare
+
+RULES = ("greedy", "token", "block", "coupled")
+"""Names of the acceptance rules."""
+
+CHUNK_ELEMENTS = 1 << 25
+"""Rows of a batch are tested in groups whose probabilities have at most this many entries (at least one row)."""
+
+
+@dataclass(eq=False)
+class Decision:
+    """A rule applied to a block, before any of its random numbers: pure functions of scores and proposal.
+
+    Attributes:
+        thresholds: ``[B, K]`` test i passes if its uniform is below it, strictly; 0 past a row's length.
+        lengths: ``Long[B]`` most tokens that a row can keep (proposals are cut before unusable rows).
+        accepted: ``Bool[B, K] -> Long[B]``: tokens kept, given which tests passed.
+        weights: ``Long[B] -> [B, V]``: unnormalised law of the token that follows so many kept ones.
+        broken: ``Bool[B, K+1]`` unusable target rows.
+    """
+
+    thresholds: Tensor
+    lengths: Tensor
+    accepted: Callable[[Tensor], Tensor]
+    weights: Callable[[Tensor], Tensor]
+    broken: Tensor
+
+    def bad(self, accepted: Tensor) -> Tensor:
+        """``Bool[B]``: the row needed a broken target row. Earlier rows than ``accepted`` cannot be broken."""
+        return self.broken.gather(1, accepted[:, None])[:, 0]
+
+
+def decide(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise | None = None) -> Decision:
+    """The ingredients of a rule's decision, without its draws.
+
+    Args:
+        rule: one of :data:`RULES`.
+        scores: ``[B, K+1, V]`` warped target logits; row i is the law of the token at slot i, -inf is impossible.
+        proposal: the drafted block.
+        noise: only for ``"coupled"``, whose decision is a function of the noise.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or the rule's name are wrong.
+        UnsupportedError: token or block with a ``Coupled`` proposal.
+    """
+    check(rule, scores, proposal)
+    if rule in ("greedy", "coupled"):
+        return _decide_equal(rule, scores, proposal, noise)
+    return _decide_ratio(rule, prepare(scores, proposal))
+
+
+def verify(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
+    """Decide how many drafted tokens are kept and draw the token after them.
+
+    The law of what comes out is exactly that of the scores (``greedy``: the argmax), see the rules' modules. Never waits
+    for the device. Memory: a few ``[b, K+1, V]`` arrays for as many rows b as fit in :data:`CHUNK_ELEMENTS`.
+
+    Args:
+        rule: ``"greedy"``, ``"token"``, ``"block"`` or ``"coupled"``.
+        scores: ``[B, K+1, V]`` warped target logits in any float dtype; row i is the law of the token at slot i given the
+            drafted tokens before it; -inf marks impossible tokens. Rows past a row's length are ignored.
+        proposal: the drafted block; greedy and coupled take any law, token and block take Sampled and Delta.
+        noise: the round's noise. token and block use ``uniform(ACCEPT)`` and, for the one token that is drawn in a
+            round, slot 0 of ``exponential(RESIDUAL)``; coupled uses ``coupled``; greedy uses none.
+
+    Returns:
+        The verdict. Tokens of ``bad`` rows have no meaning.
+
+    Raises:
+        InvalidInputError: shapes, dtypes or the rule's name are wrong.
+        UnsupportedError: token or block with a ``Coupled`` proposal.
+    """
+    check(rule, scores, proposal)
+    if rule in ("greedy", "coupled"):
+        tokens, broken = _choices(rule, scores, noise)
+        same = (proposal.tokens == tokens[:, :-1]) & inside(proposal) & ~broken[:, :-1]
+        kept = leading(same)[:, None]
+        return Verdict(kept[:, 0], tokens.gather(1, kept)[:, 0], broken.gather(1, kept)[:, 0])
+
+    batch, slots, vocab = scores.shape
+    uniform = noise.uniform(Purpose.ACCEPT, slots - 1)
+    exponential = noise.exponential(Purpose.RESIDUAL, 1, torch.arange(vocab, device=scores.device))[:, 0]
+    rows = max(1, CHUNK_ELEMENTS // ((2 * slots - 1) * vocab))
+    verdicts = []
+    for start in range(0, batch, rows):
+        part = slice(start, start + rows)
+        decision = _decide_ratio(rule, prepare(scores[part], proposal_rows(proposal, part)))
+        kept = decision.accepted(uniform[part] < decision.thresholds)
+        token = race(decision.weights(kept), exponential[part])
+        verdicts.append((kept, token, decision.bad(kept)))
+    if len(verdicts) == 1:
+        return Verdict(*verdicts[0])
+    return Verdict(*(torch.cat(parts) for parts in zip(*verdicts, strict=True)))
+
+
+def proposal_rows(proposal: Proposal, rows: slice) -> Proposal:
+    """The proposal of some rows of the batch (views)."""
+
+    def cut(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[rows]
+
+    return Proposal(
+        tokens=proposal.tokens[rows],
+        lengths=proposal.lengths[rows],
+        law=proposal.law,
+        logits=cut(proposal.logits),
+        draft_ids=proposal.draft_ids,
+        written=cut(proposal.written),
+        delta=cut(proposal.delta),
+    )
+
+
+def check(rule: str, scores: Tensor, proposal: Proposal) -> None:
+    """Raise if a rule cannot be applied to these scores and this proposal. Looks at shapes and dtypes only."""
+    if rule not in RULES:
+        raise InvalidInputError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
+    batch, width = proposal.tokens.shape
+    if scores.dim() != 3 or scores.shape[:2] != (batch, width + 1) or scores.shape[2] == 0:
+        raise InvalidInputError(
+            f"scores must be [B, K+1, V] = [{batch}, {width + 1}, V] for this proposal, got {tuple(scores.shape)}"
+        )
+    if not scores.is_floating_point():
+        raise InvalidInputError(f"scores must be floating point logits, got {scores.dtype}")
+    if rule in ("token", "block") and proposal.law == Coupled():
+        raise UnsupportedError(
+            f"rule {rule!r} cannot test a Coupled proposal: its tokens share their noise with the target, so a ratio test "
+            "would be biased. Use rule='coupled' (or 'greedy'), or draw the proposal with Purpose.DRAFT as Sampled."
+        )
+
+
+def _choices(rule: str, scores: Tensor, noise: RoundNoise | None) -> tuple[Tensor, Tensor]:
+    if rule == "greedy":
+        return greedy_rule.choices(scores)
+    if noise is None:
+        raise InvalidInputError("rule 'coupled' decides by its noise: pass the round's noise")
+    return coupled_rule.choices(scores, noise)
+
+
+def _decide_equal(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise | None) -> Decision:
+    """Rules that keep a token while it equals the target's own: thresholds are 0 or 1, the next token is certain."""
+    tokens, broken = _choices(rule, scores, noise)
+    usable = inside(proposal) & ~broken[:, :-1]
+    same = (proposal.tokens == tokens[:, :-1]) & usable
+
+    def weights(kept: Tensor) -> Tensor:
+        chosen = tokens.gather(1, kept[:, None])
+        return torch.zeros_like(scores[:, 0], dtype=torch.float32).scatter_(1, chosen, 1.0)
+
+    return Decision(same.float(), leading(usable), leading, weights, broken)
+
+
+def _decide_ratio(rule: str, block: Prepared) -> Decision:
+    if rule == "token":
+        return Decision(
+            token_rule.thresholds(block),
+            block.lengths,
+            token_rule.accepted,
+            lambda kept: token_rule.weights(block, kept),
+            block.broken,
+        )
+    return Decision(
+        block_rule.thresholds(block),
+        block.lengths,
+        block_rule.accepted,
+        lambda kept: block_rule.weights(block, kept),
+        block.broken,
+    )
