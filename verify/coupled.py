@@ -1,7 +1,7 @@
 """Gumbel coupling: Daliri, Musco and Suresh 2024 (arXiv:2408.07978).
 
-The target's token at a position is ``argmax(log p + g)`` with noise ``g`` keyed by the position alone. A drafted token is
-kept while it equals the target's token, so the text is that of plain sampling with the same seed, whatever the drafter.
+The target's token at a position is ``argmax(log p + g)`` with noise ``g`` keyed by the position alone. A drafted token
+is kept while it equals the target's token, so the text is that of plain sampling with the same seed, for any drafter.
 """
 
 from __future__ import annotations

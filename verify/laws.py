@@ -16,7 +16,7 @@ from specdiff.errors import InvalidInputError, UnsupportedError
 
 
 class Law:
-    """Base class of the three laws. Instances carry no state; classes and instances are interchangeable in arguments."""
+    """Base class of the three laws. Without state; classes and instances are interchangeable in arguments."""
 
     def __repr__(self) -> str:
         return type(self).__name__

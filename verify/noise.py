@@ -3,8 +3,8 @@
 No generator state exists, so rows are independent of their neighbours, a run can be repeated from its seeds alone, and
 tests can enumerate by passing an object of their own with the same three methods.
 
-The hash is 32-bit arithmetic only (two rounds of a murmur-style finaliser per key word), so that torch on any device and
-Triton compute the very same bits.
+The hash is 32-bit arithmetic only (a murmur-style finaliser per key word), so that torch on any device and Triton
+compute the very same bits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Noise:
         return Noise(self.seeds[rows])
 
     def round(self, lengths: Tensor) -> CounterNoise:
-        """The noise of the round that starts with ``lengths``: ``Long[B]`` committed logical tokens (anchor included)."""
+        """The noise of the round that starts at ``lengths``: ``Long[B]`` committed logical tokens (anchor included)."""
         return CounterNoise(self._state, lengths)
 
 
@@ -102,31 +102,64 @@ class CounterNoise:
         self._state = state
         self._lengths = lengths
 
-    def _bits(self, purpose: Purpose, slots: int, ids: Tensor | None, by_position: bool) -> Tensor:
+    def states(self, purpose: Purpose, slots: int) -> Tensor:
+        """``Long[B, slots]`` hash states in [0, 2**32) that vocabulary ids are mixed into.
+
+        ``COUPLED`` is keyed by logical position alone, every other purpose by round and slot.
+        """
         slot = torch.arange(slots, device=self._state.device)
         state = _absorb(self._state, int(purpose))[:, None]
-        if by_position:
-            state = _absorb(state, self._lengths[:, None] + slot)
-        else:
-            state = _absorb(_absorb(state, self._lengths[:, None]), slot)
-        if ids is None:
-            return state
-        return _absorb(state[..., None], ids)
+        if purpose == Purpose.COUPLED:
+            return _absorb(state, self._lengths[:, None] + slot)
+        return _absorb(_absorb(state, self._lengths[:, None]), slot)
 
     def uniform(self, purpose: Purpose, slots: int) -> Tensor:
         """``float64[B, slots]`` in [0, 1), multiples of 2**-32."""
-        return self._bits(purpose, slots, None, False).double() * 2.0**-32
+        return self.states(purpose, slots).double() * 2.0**-32
 
     def exponential(self, purpose: Purpose, slots: int, ids: Tensor) -> Tensor:
         """``float32[B, slots, len(ids)]`` standard exponentials."""
-        return _to_exponential(self._bits(purpose, slots, ids, False))
+        return exponentials(self.states(purpose, slots), ids)
 
     def coupled(self, slots: int, ids: Tensor) -> Tensor:
         """``float32[B, slots, len(ids)]`` standard exponentials keyed by logical position."""
-        return _to_exponential(self._bits(Purpose.COUPLED, slots, ids, True))
+        return exponentials(self.states(Purpose.COUPLED, slots), ids)
 
 
-def _to_exponential(bits: Tensor) -> Tensor:
-    """-log(1 - u) with u = (bits + 1/2) / 2**32: exact near 0, where the winners of an exponential race are."""
-    u = (bits.float() + 0.5) * 2.0**-32
-    return -torch.log1p(-u.clamp_(max=1.0 - 2.0**-24))
+def exponentials(states: Tensor, ids: Tensor) -> Tensor:
+    """Standard exponentials of hash states and ids.
+
+    ``-log(1 - u)`` with ``u = (bits + 1/2) / 2**32``: exact near 0, where the winners of an exponential race are.
+
+    Args:
+        states: ``Long[B, S]`` from :meth:`CounterNoise.states`.
+        ids: ``Long[V]`` target ids.
+
+    Returns:
+        ``float32[B, S, V]``, all positive. Works slot by slot, in int32 (the bits of :func:`_absorb`, twice as fast).
+    """
+    batch, slots = states.shape
+    out = torch.empty(batch, slots, ids.shape[0], dtype=torch.float32, device=states.device)
+    words = _wrap(ids) * _signed(0x9E3779B1)
+    states = _wrap(states)[..., None]
+    for slot in range(slots):
+        bits = (states[:, slot] ^ words).add_(0x6A09E667)
+        bits ^= (bits >> 16).bitwise_and_(0xFFFF)  # a shift without sign: int32 stands for uint32
+        bits.mul_(_signed(0x85EBCA6B))
+        bits ^= (bits >> 13).bitwise_and_(0x7FFFF)
+        bits.mul_(_signed(0xC2B2AE35))
+        bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+        high = (bits >> 16).bitwise_and_(0xFFFF).float()
+        u = high.mul_(65536.0).add_(bits.bitwise_and_(0xFFFF)).add_(0.5).mul_(2.0**-32)
+        torch.log1p(u.clamp_(max=1.0 - 2.0**-24).neg_(), out=out[:, slot])
+    return out.neg_()
+
+
+def _wrap(x: Tensor) -> Tensor:
+    """int64 to int32, keeping the low 32 bits."""
+    return ((x + 0x80000000 & _MASK) - 0x80000000).to(torch.int32)
+
+
+def _signed(x: int) -> int:
+    """The int32 that has the bits of a uint32."""
+    return x - (1 << 32) if x >= 1 << 31 else x

@@ -91,8 +91,8 @@ def draft_probabilities(
         dtype: dtype of the result.
 
     Returns:
-        ``[B, K, vocab]`` probabilities and ``Bool[B, K]`` rows that have NaN, +inf or nothing but -inf. Mass on ids that
-        the target does not have is dropped, so a row may sum to less than 1; ids that the drafter lacks get 0.
+        ``[B, K, vocab]`` probabilities and ``Bool[B, K]`` rows that have NaN, +inf or nothing but -inf. Mass on ids
+        that the target does not have is dropped, so a row may sum to less than 1; ids that the drafter lacks get 0.
     """
     probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
     broken = probabilities[..., 0].isnan()

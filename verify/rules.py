@@ -70,13 +70,13 @@ def decide(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise | No
 def verify(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
     """Decide how many drafted tokens are kept and draw the token after them.
 
-    The law of what comes out is exactly that of the scores (``greedy``: the argmax), see the rules' modules. Never waits
-    for the device. Memory: a few ``[b, K+1, V]`` arrays for as many rows b as fit in :data:`CHUNK_ELEMENTS`.
+    The law of what comes out is exactly that of the scores (``greedy``: the argmax), see the rules' modules. Never
+    waits for the device. Memory: a few ``[b, K+1, V]`` arrays for as many rows b as fit in :data:`CHUNK_ELEMENTS`.
 
     Args:
         rule: ``"greedy"``, ``"token"``, ``"block"`` or ``"coupled"``.
-        scores: ``[B, K+1, V]`` warped target logits in any float dtype; row i is the law of the token at slot i given the
-            drafted tokens before it; -inf marks impossible tokens. Rows past a row's length are ignored.
+        scores: ``[B, K+1, V]`` warped target logits in any float dtype; row i is the law of the token at slot i given
+            the drafted tokens before it; -inf marks impossible tokens. Rows past a row's length are ignored.
         proposal: the drafted block; greedy and coupled take any law, token and block take Sampled and Delta.
         noise: the round's noise. token and block use ``uniform(ACCEPT)`` and, for the one token that is drawn in a
             round, slot 0 of ``exponential(RESIDUAL)``; coupled uses ``coupled``; greedy uses none.
@@ -141,8 +141,8 @@ def check(rule: str, scores: Tensor, proposal: Proposal) -> None:
         raise InvalidInputError(f"scores must be floating point logits, got {scores.dtype}")
     if rule in ("token", "block") and proposal.law == Coupled():
         raise UnsupportedError(
-            f"rule {rule!r} cannot test a Coupled proposal: its tokens share their noise with the target, so a ratio test "
-            "would be biased. Use rule='coupled' (or 'greedy'), or draw the proposal with Purpose.DRAFT as Sampled."
+            f"rule {rule!r} cannot test a Coupled proposal: its tokens share their noise with the target, so a ratio "
+            "test would be biased. Use rule='coupled' (or 'greedy'), or draw the proposal with Purpose.DRAFT (Sampled)."
         )
 
 
