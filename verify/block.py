@@ -23,40 +23,18 @@ from specdiff.verify.draw import next_weights
 from specdiff.verify.prepare import Prepared
 
 
-def prefix_weights(block: Prepared) -> Tensor:
-    """``[B, K+1]``: ``P_0 .. P_K``; 0 past the row's length."""
-    batch, slots = block.ratio.shape
-    weight = block.ratio.new_ones(batch)
-    weights = [weight]
-    for slot in range(slots):
-        weight = (weight * block.ratio[:, slot]).clamp(max=1.0)
-        weights.append(weight)
-    return torch.stack(weights, dim=1)
-
-
-def residual_mass(block: Prepared, prefix: Tensor) -> Tensor:
-    """``[B, K]``: ``S_0 .. S_{K-1}``, the mass of ``(P_i p_{i+1} - q_{i+1})+``."""
-    scale = prefix[:, :-1]
-    mass = scale * (1 - block.target_of)
-    if block.draft is not None:
-        rest = block.target[:, :-1] * scale[..., None]
-        ratio_mass = rest.sub_(block.draft).clamp_(min=0).sum(dim=-1)
-        mass = torch.where(block.delta, mass, ratio_mass)
-    return mass
-
-
 def thresholds(block: Prepared) -> Tensor:
-    """``[B, K]``: ``h_1 .. h_K``; 0 past the row's length."""
-    prefix = prefix_weights(block)
-    through = prefix[:, 1:]
+    """``[B, K]``: ``h_1 .. h_K``; 0 past the row's length. ``block.mass`` must have been computed."""
+    through = block.prefix[:, 1:]
     if through.shape[1] == 0:
         return through
-    following = pad(residual_mass(block, prefix)[:, 1:], (0, 1))
+    assert block.mass is not None, "block verification needs prepare(..., residual_mass=True)"
+    following = pad(block.mass[:, 1:], (0, 1))
     denominator = following + (1 - through)
     inner = torch.where(denominator > 0, following / denominator, 1.0)
     slots = torch.arange(1, through.shape[1] + 1, device=through.device)
-    last = slots == block.lengths[:, None]
-    return torch.where(last, through, torch.where(block.valid, inner, 0.0))
+    lengths = block.lengths[:, None]
+    return torch.where(slots == lengths, through, torch.where(slots < lengths, inner, 0.0))
 
 
 def accepted(passed: Tensor) -> Tensor:
@@ -67,5 +45,4 @@ def accepted(passed: Tensor) -> Tensor:
 
 def weights(block: Prepared, kept: Tensor) -> Tensor:
     """``[B, V]`` unnormalised law of the token after ``kept``: ``Long[B]`` accepted ones."""
-    scale = prefix_weights(block).gather(1, kept[:, None])[:, 0]
-    return next_weights(block, kept, scale)
+    return next_weights(block, kept, block.prefix.gather(1, kept[:, None])[:, 0])

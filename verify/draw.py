@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdiff.verify.prepare import Prepared
+from specdiff.verify.laws import Sampled
+from specdiff.verify.prepare import Prepared, compute_dtype, draft_row
 
 
 def race(weights: Tensor, exponential: Tensor) -> Tensor:
@@ -45,18 +46,20 @@ def next_weights(block: Prepared, accepted: Tensor, scale: Tensor) -> Tensor:
     Returns:
         ``[B, V]`` unnormalised, largest entry 1; NaN where the target row is broken.
     """
-    weights = pick(block.target, accepted)
-    if block.tokens.shape[1]:
+    scores, proposal = block.scores, block.proposal
+    dtype = compute_dtype(scores)
+    weights = torch.softmax(pick(scores, accepted), dim=-1, dtype=dtype)
+    if proposal.block:
         rejected = accepted < block.lengths
-        slot = accepted.clamp(max=block.tokens.shape[1] - 1)[:, None]
+        slot = accepted.clamp(max=proposal.block - 1)[:, None]
         token = block.tokens.gather(1, slot)
         one_hot = block.delta.gather(1, slot)
         kept = weights.gather(1, token)
         removed = torch.where(one_hot & block.known.gather(1, slot), torch.zeros_like(kept), kept)
         rest = weights.scatter(1, token, removed)
-        if block.draft is not None:
-            ratio_rest = (weights * scale[:, None] - pick(block.draft, slot[:, 0])).clamp_(min=0)
-            rest = torch.where(one_hot, rest, ratio_rest)
-        some = (rest > 0).any(dim=1) & rejected
+        if proposal.law == Sampled() and proposal.logits is not None:
+            draft, _ = draft_row(pick(proposal.logits, slot[:, 0]), proposal.draft_ids, scores.shape[-1], dtype)
+            rest = torch.where(one_hot, rest, (weights * scale[:, None]).sub_(draft).clamp_(min=0))
+        some = (rest.amax(dim=1) > 0) & rejected
         weights = torch.where(some[:, None], rest, weights)
     return weights / weights.amax(dim=1, keepdim=True)

@@ -16,13 +16,10 @@ from specdiff.verify import token as token_rule
 from specdiff.verify.draw import race
 from specdiff.verify.laws import Coupled, Proposal, Verdict
 from specdiff.verify.noise import Purpose, RoundNoise
-from specdiff.verify.prepare import Prepared, inside, leading, prepare
+from specdiff.verify.prepare import inside, leading, prepare
 
 RULES = ("greedy", "token", "block", "coupled")
 """Names of the acceptance rules."""
-
-CHUNK_ELEMENTS = 1 << 25
-"""Rows of a batch are tested in groups whose probabilities have at most this many entries (at least one row)."""
 
 
 @dataclass(eq=False)
@@ -64,14 +61,14 @@ def decide(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise | No
     check(rule, scores, proposal)
     if rule in ("greedy", "coupled"):
         return _decide_equal(rule, scores, proposal, noise)
-    return _decide_ratio(rule, prepare(scores, proposal))
+    return _decide_ratio(rule, scores, proposal)
 
 
 def verify(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict:
     """Decide how many drafted tokens are kept and draw the token after them.
 
     The law of what comes out is exactly that of the scores (``greedy``: the argmax), see the rules' modules. Never
-    waits for the device. Memory: a few ``[b, K+1, V]`` arrays for as many rows b as fit in :data:`CHUNK_ELEMENTS`.
+    waits for the device. Memory: a few ``[B, V]`` arrays, never ``[B, K, V]`` (coupled: its noise).
 
     Args:
         rule: ``"greedy"``, ``"token"``, ``"block"`` or ``"coupled"``.
@@ -95,37 +92,11 @@ def verify(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> 
         kept = leading(same)[:, None]
         return Verdict(kept[:, 0], tokens.gather(1, kept)[:, 0], broken.gather(1, kept)[:, 0])
 
-    batch, slots, vocab = scores.shape
-    uniform = noise.uniform(Purpose.ACCEPT, slots - 1)
+    slots, vocab = scores.shape[1:]
+    decision = _decide_ratio(rule, scores, proposal)
+    kept = decision.accepted(noise.uniform(Purpose.ACCEPT, slots - 1) < decision.thresholds)
     exponential = noise.exponential(Purpose.RESIDUAL, 1, torch.arange(vocab, device=scores.device))[:, 0]
-    rows = max(1, CHUNK_ELEMENTS // ((2 * slots - 1) * vocab))
-    verdicts = []
-    for start in range(0, batch, rows):
-        part = slice(start, start + rows)
-        decision = _decide_ratio(rule, prepare(scores[part], proposal_rows(proposal, part)))
-        kept = decision.accepted(uniform[part] < decision.thresholds)
-        token = race(decision.weights(kept), exponential[part])
-        verdicts.append((kept, token, decision.bad(kept)))
-    if len(verdicts) == 1:
-        return Verdict(*verdicts[0])
-    return Verdict(*(torch.cat(parts) for parts in zip(*verdicts, strict=True)))
-
-
-def proposal_rows(proposal: Proposal, rows: slice) -> Proposal:
-    """The proposal of some rows of the batch (views)."""
-
-    def cut(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[rows]
-
-    return Proposal(
-        tokens=proposal.tokens[rows],
-        lengths=proposal.lengths[rows],
-        law=proposal.law,
-        logits=cut(proposal.logits),
-        draft_ids=proposal.draft_ids,
-        written=cut(proposal.written),
-        delta=cut(proposal.delta),
-    )
+    return Verdict(kept, race(decision.weights(kept), exponential), decision.bad(kept))
 
 
 def check(rule: str, scores: Tensor, proposal: Proposal) -> None:
@@ -167,7 +138,8 @@ def _decide_equal(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoi
     return Decision(same.float(), leading(usable), leading, weights, broken)
 
 
-def _decide_ratio(rule: str, block: Prepared) -> Decision:
+def _decide_ratio(rule: str, scores: Tensor, proposal: Proposal) -> Decision:
+    block = prepare(scores, proposal, residual_mass=rule == "block")
     if rule == "token":
         return Decision(
             token_rule.thresholds(block),

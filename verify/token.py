@@ -25,4 +25,4 @@ def accepted(passed: Tensor) -> Tensor:
 
 def weights(block: Prepared, kept: Tensor) -> Tensor:
     """``[B, V]`` unnormalised law of the token after ``kept``: ``Long[B]`` accepted ones."""
-    return next_weights(block, kept, torch.ones_like(kept, dtype=block.target.dtype))
+    return next_weights(block, kept, torch.ones_like(block.prefix[:, 0]))
