@@ -178,7 +178,8 @@ class Decoding:
         began = time.perf_counter()
         lengths = [row.prompt for row in self.rows]
         done = list(state.lengths)
-        width = max(length - start for length, start in zip(lengths, done, strict=True))
+        missing = [length - start for length, start in zip(lengths, done, strict=True)]
+        width = max(missing)
         left = torch.zeros(len(self.rows), width, dtype=torch.long, device=self.device)
         for row, (length, start) in enumerate(zip(lengths, done, strict=True)):
             pad = self.job.pads[row]
@@ -186,8 +187,8 @@ class Decoding:
         first: Tensor | None = None
         for at in range(0, width, self.job.chunk):
             tokens = left[:, at : at + self.job.chunk]
-            host = [max(0, min(l - s - at, tokens.shape[1])) for l, s in zip(lengths, done, strict=True)]
-            ends = [0 < l - s - at <= tokens.shape[1] for l, s in zip(lengths, done, strict=True)]
+            host = [max(0, min(rest - at, tokens.shape[1])) for rest in missing]
+            ends = [0 < rest - at <= tokens.shape[1] for rest in missing]
             counts = torch.tensor(host, device=self.device)
             result = state.forward(tokens, counts, head="last" if any(ends) else None)
             state.advance(host)
@@ -257,15 +258,19 @@ class Decoding:
         """Process, verify, read back once, commit. Returns the time of the read-back."""
         scores, verdict = self._verify(logits, proposal, noise)
         packed = torch.cat(
-            [torch.stack([verdict.accepted, verdict.next_token, verdict.bad.long(), proposal.lengths], 1), proposal.tokens], 1
+            [
+                torch.stack([verdict.accepted, verdict.next_token, verdict.bad.long(), proposal.lengths], 1),
+                proposal.tokens,
+            ],
+            1,
         )
         table = packed.tolist()  # the round's one read-back
         read = time.perf_counter()
         for row, line in zip(self.active, table, strict=True):
             if line[2]:
                 raise NumericalError(
-                    f"the target's logits for row {row.index} are NaN, +inf or all -inf at new token "
-                    f"{len(row.new)} or up to {line[0]} after it; check the model's weights, dtype and logits processors"
+                    f"row {row.index}, new token {len(row.new)} (or up to {line[0]} after it): the target's logits are "
+                    "NaN, +inf or all -inf; check its weights and dtype, and the logits processors"
                 )
         append = self._append_in_step if self.lockstep else self._append_rows
         counts = append(table, scores, logits, prefill)
@@ -283,7 +288,12 @@ class Decoding:
         if warp.kind == "none":
             return None, verify(rule, logits, proposal, noise)
         if warp.kind != "stateful":
-            scores = warp.block([self._prefix(row) for row in self.active], logits, proposal.tokens, rows=[row.index for row in self.active])
+            scores = warp.block(
+                [self._prefix(row) for row in self.active],
+                logits,
+                proposal.tokens,
+                rows=[row.index for row in self.active],
+            )
             return scores, verify(rule, scores, proposal, noise)
         if self.lockstep:
             length = self.job.ids.shape[1] + len(self.active[0].new)

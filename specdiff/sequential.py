@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdiff.verify import Proposal, Purpose, Verdict, verify
 from specdiff.verify.noise import RoundNoise
+from specdiff.verify.prepare import exposed
 
 
 class _ShiftedNoise:
@@ -62,7 +63,10 @@ def verify_in_order(
 def _slot(proposal: Proposal, slot: int) -> Proposal:
     """The proposal of one slot, exposure worked out on the whole block first."""
     part = slice(slot, slot + 1)
-    delta = proposal.delta_mask()
+    delta = proposal.delta
+    if proposal.written is not None:
+        late = exposed(proposal.written)
+        delta = late if delta is None else delta | late
     return Proposal(
         tokens=proposal.tokens[:, part],
         lengths=torch.ones_like(proposal.lengths),

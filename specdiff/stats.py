@@ -17,7 +17,7 @@ class GenerationStats:
         row_rounds: verify passes that each row took part in.
         proposed: drafted tokens that were put before the target.
         accepted: drafted tokens that were kept and returned.
-        emitted: per row the new tokens of each pass: first the prefill's 1, then per round; sums to the row's new tokens.
+        emitted: per row the new tokens of each pass: first the prefill's 1, then per round; sums to its new tokens.
         proposed_by_position: how often a token was proposed at each position of a block.
         accepted_by_position: how often it was accepted there.
         seconds: wall time of ``prefill``, ``draft``, ``verify`` and ``rest``.

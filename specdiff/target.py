@@ -1,4 +1,4 @@
-"""One adapter around any Hugging Face causal LM: ragged passes, tapped states, and only the head rows that are needed."""
+"""One adapter around any Hugging Face causal LM: ragged passes, tapped states, only the head rows that are needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pass:
     """What one target pass gives.
 
     Attributes:
-        logits: ``float32[B, T, V]`` (``head="all"``), ``[B, 1, V]`` of each row's last valid input (``"last"``), or None.
+        logits: ``float32[B, T, V]`` (``head="all"``), ``[B, 1, V]`` of each row's last valid input (``"last"``), None.
         taps: ``[B, T, n*H]`` states after the tapped layers, in tap order, or None.
     """
 
@@ -99,7 +99,8 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.model.get_input_embeddings().weight.device
+        weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,7 +111,9 @@ class Target:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""
         for tap in taps:
             if not 0 <= tap < self.num_layers:
-                raise UnsupportedError(f"tap {tap} does not exist: {type(self.model).__name__} has {self.num_layers} layers")
+                raise UnsupportedError(
+                    f"tap {tap} does not exist: {type(self.model).__name__} has {self.num_layers} layers"
+                )
         return GeneralState(self, batch, capacity, tuple(taps))
 
 
@@ -206,7 +209,9 @@ def captured(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, 
     def record(tap: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if threading.get_ident() == me:
-                states[tap] = output[0] if isinstance(output, (tuple, list)) else getattr(output, "last_hidden_state", output)
+                states[tap] = (
+                    output[0] if isinstance(output, (tuple, list)) else getattr(output, "last_hidden_state", output)
+                )
 
         return hook
 

@@ -1,9 +1,9 @@
 """A transformers cache whose rows advance by different amounts.
 
-Keys and values live in preallocated buffers ``[B, H, C, D]`` at their *logical* positions (padding excluded): row ``r``'s
-token ``j`` is in column ``j``. A pass writes at ``start[r] + t`` and sees columns ``0 .. start[r] + t``, said by an explicit
-additive mask. Whatever lies past a row's committed length (rejected drafts, padding of a ragged pass) is invisible and is
-overwritten before it could be seen, so rolling back moves a number and copies nothing.
+Keys and values live in preallocated buffers ``[B, H, C, D]`` at their *logical* positions (padding excluded): token
+``j`` of a row is in column ``j``. A pass writes at ``start[r] + t`` and sees columns ``0 .. start[r] + t``, said by an
+explicit additive mask. Whatever lies past a row's committed length (rejected drafts, padding of a ragged pass) is
+invisible and is overwritten before it could be seen, so rolling back moves a number and copies nothing.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ class RaggedCache(Cache):
     def __init__(self, layers: int, capacity: int, limit: int) -> None:
         self.span = Span()
         self.span.capacity, self.span.limit = capacity, limit
-        super().__init__(layers=[RaggedLayer(self.span) for _ in range(layers)])
+        self.ragged = [RaggedLayer(self.span) for _ in range(layers)]
+        super().__init__(layers=list(self.ragged))
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows in every layer."""
-        for layer in self.layers:
+        for layer in self.ragged:
             layer.select(rows)

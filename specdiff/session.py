@@ -1,0 +1,75 @@
+"""Conversations: both caches kept between calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from specdiff.drafters.base import DraftSession
+from specdiff.errors import UnsupportedError
+from specdiff.loop import Decoding, Job, Row
+from specdiff.stats import SpecDiffOutput
+from specdiff.target import TargetState
+
+if TYPE_CHECKING:
+    from specdiff.wrap import SpecDiff
+
+
+class Session:
+    """``generate`` for a conversation: the common prefix with what was last seen stays in both caches.
+
+    One row per call. An edited history is rolled back to where it differs.
+    """
+
+    def __init__(self, owner: SpecDiff) -> None:
+        self.owner = owner
+        self.cached: list[int] = []
+        self.state: TargetState | None = None
+        self.draft: DraftSession | None = None
+
+    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Tensor | SpecDiffOutput:
+        """As :meth:`SpecDiff.generate`, for one row."""
+        return self.owner.run_call(inputs, kwargs, resume=self)
+
+    def run(self, job: Job) -> list[Row]:
+        """Decode one prepared job on top of what is cached."""
+        if len(job.pads) != 1:
+            raise UnsupportedError("a session holds one row per call; use SpecDiff.generate for batches")
+        prompt = job.ids[0, job.pads[0] :].tolist()
+        same = 0
+        for old, new in zip(self.cached, prompt[:-1], strict=False):
+            if old != new:
+                break
+            same += 1
+        if self.state is not None:
+            self.state.rollback([same])
+            if self.draft is not None:
+                self.draft.rollback(torch.tensor([same], device=self.owner.device))
+        decoding = Decoding(job, self.owner.target, self.owner.drafter, self.state, self.draft, keep_rows=True)
+        try:
+            rows = decoding.run()
+        except BaseException:
+            decoding.close()
+            self.state = self.draft = None
+            self.cached = []
+            raise
+        self.state, self.draft = decoding.state, decoding.session
+        assert self.state is not None
+        self.cached = (prompt + rows[0].new)[: self.state.lengths[0]]
+        return rows
+
+    def close(self) -> None:
+        """Release both caches."""
+        for held in (self.state, self.draft):
+            if held is not None:
+                held.close()
+        self.state = self.draft = None
+        self.cached = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
