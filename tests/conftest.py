@@ -1,0 +1,61 @@
+"""Shared fixtures, and the rule that a test may only skip if it is on the list."""
+
+from __future__ import annotations
+
+import os
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))  # helper modules beside the tests: devdata, fakewheel
+
+STRICT = bool(os.environ.get("SPECDIFF_STRICT_SKIPS"))
+_unlisted: list[str] = []
+
+
+def allowed_skips() -> list[str]:
+    """Patterns of ``allowed_skips.txt``: one test id (``*`` allowed) a line, the reason behind ``#``."""
+    lines = (TESTS / "allowed_skips.txt").read_text(encoding="utf-8").splitlines()
+    return [pattern for line in lines if (pattern := line.split("#")[0].strip())]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _note_skip(report.nodeid, str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else ""))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:
+        _note_skip(report.nodeid, str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else ""))
+
+
+def _note_skip(nodeid: str, reason: str) -> None:
+    if not any(fnmatchcase(nodeid, pattern) for pattern in allowed_skips()):
+        _unlisted.append(f"{nodeid}: {reason}")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if STRICT and _unlisted:
+        terminalreporter.section("skipped, but not in tests/allowed_skips.txt")
+        for line in _unlisted:
+            terminalreporter.line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if STRICT and _unlisted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def model_pair():
+    """The offline default target (float32) and its tokenizer. Tests must not alter either."""
+    from specdiff import load_target
+    from specdiff.errors import DownloadError
+
+    try:
+        return load_target()
+    except DownloadError as error:
+        pytest.skip(f"the offline default model cannot be loaded: {error}")
