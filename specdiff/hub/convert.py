@@ -37,15 +37,15 @@ def convert_gguf(gguf: Path, result: Path, *, name: str, card: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **where)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-        model.is_quantized = False
-        model.hf_quantizer = None
+        plain: Any = model
+        plain.is_quantized, plain.hf_quantizer = False, None
         model.config._name_or_path = name
         model.config.__dict__.pop("_model_name_or_path", None)  # the GGUF's internal name
         if hasattr(model.config, "rms_norm_eps"):
             model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         model.generation_config = GenerationConfig(**special)
-        model.to(torch.bfloat16).save_pretrained(result)
+        plain.to(torch.bfloat16).save_pretrained(result)
         _split_digits(tokenizer, gguf)
         tokenizer.padding_side = "left"
         if model.config.max_position_embeddings:
@@ -64,7 +64,7 @@ def _split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
     field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
     if field is None or field.contents() != "smollm":
         return
-    backend = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
 
 
