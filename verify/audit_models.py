@@ -7,6 +7,7 @@ draft that look right and are not.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -128,8 +129,12 @@ class TableDrafter:
     draft_ids: tuple[int, ...] | None = None
 
     def drafts(self, prefix: Path) -> list[Draft]:
-        """All proposals after ``prefix``; probabilities sum to 1."""
-        found = [d for d in self.procedure(self, prefix) if d.probability > 0]
+        """All different proposals after ``prefix``; probabilities sum to 1."""
+        merged: dict[Draft, float] = defaultdict(float)
+        for draft in self.procedure(self, prefix):
+            if draft.probability > 0:
+                merged[replace(draft, probability=1.0)] += draft.probability
+        found = [replace(draft, probability=chance) for draft, chance in merged.items()]
         if self.draft_ids is None:
             return found
         return [replace(d, tokens=tuple(self.draft_ids[t] for t in d.tokens)) for d in found]
@@ -259,10 +264,11 @@ def as_delta(procedure: Callable[[TableDrafter, Path], Iterator[Draft]]) -> dict
 def _positions(choose: str, masked: list[int], laws: dict[int, Row]) -> Iterator[tuple[int, int, float]]:
     """(position, token, probability) of every outcome of one step."""
     if choose == "drawn":
+        outcomes: dict[tuple[int, int], float] = defaultdict(float)
         for tokens, chance in _draws([laws[i] for i in masked]):
-            if chance > 0:
-                best = max(range(len(masked)), key=lambda k: laws[masked[k]][tokens[k]])
-                yield masked[best], tokens[best], chance
+            best = max(range(len(masked)), key=lambda k: laws[masked[k]][tokens[k]])
+            outcomes[masked[best], tokens[best]] += chance
+        yield from ((position, token, chance) for (position, token), chance in outcomes.items() if chance > 0)
         return
     if choose == "left":
         position = masked[0]
