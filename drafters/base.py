@@ -51,6 +51,9 @@ class DraftRequest:
 class DraftSession(Protocol):
     """All drafter state of one request; nothing survives it."""
 
+    request: DraftRequest
+    """The request in force. A conversation sets it anew for each call (another rule or warp, same caches)."""
+
     def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
         """Draft a block after ``anchor``: ``Long[B]``, at most ``limits``: ``Long[B]`` tokens per row.
 
