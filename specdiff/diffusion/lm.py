@@ -1,0 +1,553 @@
+"""DiffusionLM: native decoding with a diffusion language model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdiff.diffusion.caches import BlockCache, make_cache
+from specdiff.diffusion.canvas import Canvas
+from specdiff.diffusion.checkpoints import denoiser_for, load, spec_for
+from specdiff.diffusion.denoiser import Adapter, Denoiser, DenoiserLike
+from specdiff.diffusion.draws import Draws, TorchDraws
+from specdiff.diffusion.elbo import ElboScore, monte_carlo_elbo
+from specdiff.diffusion.guidance import GuidedDenoiser
+from specdiff.diffusion.loop import Decoder, Finished, LogitsHook, Settings, TokensHook
+from specdiff.diffusion.output import DiffusionOutput, DiffusionStats
+from specdiff.diffusion.policies import Policy, make_policy
+from specdiff.diffusion.request import Span, compact, generation_canvas, infill_canvas, make_noise, per_row
+from specdiff.diffusion.sampling import Sampling
+from specdiff.diffusion.spec import DLMSpec
+from specdiff.diffusion.state import RowState
+from specdiff.diffusion.stop import Ending
+from specdiff.diffusion.streaming import Stream, Trajectory
+from specdiff.errors import InvalidInputError, UnsupportedError
+
+log = logging.getLogger(__name__)
+
+
+class DiffusionLM:
+    """A diffusion language model with every published decoder.
+
+    Args:
+        model: a loaded Hugging Face model (causal, masked or DiffusionGemma class), or an object with the denoiser's methods.
+            It is put into eval mode.
+        preset: name of a published model family (:data:`specdiff.diffusion.presets.PRESETS`), or a :class:`DLMSpec`.
+            None reads it from the model's config.
+        tokenizer: for text in and out, stop strings and, if the spec leaves them open, special ids.
+        adapter: weights that act on the open block alone (dual-mode models).
+        **changes: attributes of the spec to change, e.g. ``mask_id=99``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        preset: str | DLMSpec | None = None,
+        *,
+        tokenizer: Any = None,
+        adapter: Adapter | None = None,
+        **changes: Any,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = spec_for(model, preset, tokenizer, changes)
+        if isinstance(model, nn.Module):
+            model.eval()
+        self.adapter = adapter
+        self.denoiser: DenoiserLike = denoiser_for(model, self.spec, adapter)
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str, preset: str | DLMSpec | None = None, *, tokenizer: Any = None, **kwargs: Any
+    ) -> DiffusionLM:
+        """Load a public checkpoint into native classes.
+
+        Args:
+            name_or_path: a folder or a hub id; hub options (``revision``, ``token``, ``cache_dir``, ``local_files_only``) and
+                ``dtype``, ``device_map``, ``attn_implementation`` work as in transformers.
+            preset: overrides what the config says.
+            tokenizer: overrides the one in the folder.
+            **kwargs: loading options; attributes of :class:`DLMSpec` change the spec.
+        """
+        changes = {k: kwargs.pop(k) for k in list(kwargs) if k in DLMSpec.__dataclass_fields__}
+        model, found, spec = load(name_or_path, preset, kwargs)
+        return cls(model, spec, tokenizer=tokenizer or found, **changes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens are expected."""
+        return self.denoiser.device
+
+    @property
+    def ar(self) -> Any:
+        """The model itself, to be used autoregressively (only shift-1 models with causal clean tokens are AR models)."""
+        if self.spec.shift != 1 or self.spec.attention not in ("causal", "causal_context"):
+            raise UnsupportedError(f"{self.spec.name}: not an autoregressive model (shift 1 and causal clean tokens are)")
+        return self.model
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        policy: str | Policy | None = None,
+        cache: str | BlockCache | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        do_sample: bool | None = None,
+        cfg_scale: float = 0.0,
+        seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        draws: str | Draws = "counter",
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Any = None,
+        fixed: Span | Sequence[Span] | None = None,
+        force_words_ids: Sequence[Sequence[int]] | None = None,
+        block_size: int | None = None,
+        context_window: int | None = None,
+        logits_hook: LogitsHook | None = None,
+        tokens_hook: TokensHook | None = None,
+        ar: Any = None,
+        streamer: Any = None,
+        return_dict_in_generate: bool = False,
+        output_trajectory: bool = False,
+        token_type_ids: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor | DiffusionOutput:
+        """Generate text after the prompts.
+
+        Args:
+            input_ids: ``Long[B, P]``, padded on either side if ``attention_mask`` says so.
+            attention_mask: ``[B, P]``, 1 where real.
+            max_new_tokens: exactly so many tokens, unless a row ends earlier (default 128).
+            max_length: prompt (with padding) plus new tokens, if ``max_new_tokens`` is not given.
+            policy: name (:data:`specdiff.diffusion.policies.POLICIES`) or object; default that of the spec.
+            cache: "none", "block", "sub_block", "prefix", "dual", "delayed", "certainty", or an object.
+            temperature: 0 is greedy.
+            top_k: filter.
+            top_p: filter.
+            do_sample: False is temperature 0; True with temperature 0 is temperature 1.
+            cfg_scale: classifier-free guidance; 0 is none.
+            seed: one for the call, or one per row; row r of a batch equals its solo run with its row seed.
+            generator: source of the seed if none is given.
+            draws: "counter" (seeds), or "torch" (torch's global generator, in Hugging Face's order; rows depend on each other).
+            eos_token_id: overrides the spec's end ids.
+            pad_token_id: overrides the spec's pad id.
+            stop_strings: end a row with the token that completes one of them.
+            tokenizer: for ``stop_strings``; default the object's own.
+            fixed: spans that stand in the generated part: ``{offset: ids}`` (negative: from the end), or a list, one per row.
+            force_words_ids: phrases that must appear; each is placed where the model finds it likeliest.
+            block_size: decode in blocks of this size (not for block-causal models, whose blocks are trained).
+            context_window: see only so many tokens before the open block (an approximation).
+            logits_hook: ``hook(pass, ids, logits, positions) -> logits``.
+            tokens_hook: ``hook(pass, ids, noisy) -> ids``.
+            ar: AR model for policy "apd_lossy".
+            streamer: transformers' ``TextDiffusionStreamer`` or any streamer; one row only.
+            return_dict_in_generate: return :class:`~specdiff.diffusion.output.DiffusionOutput`.
+            output_trajectory: keep the canvas of every pass.
+            token_type_ids: accepted if all zero (BERT tokenizers give them).
+            **options: options of the policy, e.g. ``threshold=0.9``, ``steps=64``.
+
+        Returns:
+            ``Long[B, P + new]``: prompts as given, then new tokens, padding after a row's end; or a ``DiffusionOutput``.
+
+        Raises:
+            InvalidInputError: arguments out of range or in contradiction; before any compute.
+            NumericalError: the model's logits are not numbers.
+        """
+        if input_ids is None:
+            raise InvalidInputError("generate needs input_ids")
+        if token_type_ids is not None and bool(token_type_ids.any()):
+            raise UnsupportedError("token_type_ids other than 0 are not supported")
+        denoiser = self._denoiser(block_size)
+        spec = denoiser.spec
+        prompt, lengths, _ = compact(input_ids, attention_mask)
+        new = _new_tokens(max_new_tokens, max_length, input_ids.shape[1])
+        self._check_prompt(spec, prompt, lengths, new)
+        rows = len(prompt)
+        words = self._words(spec, force_words_ids, rows, new)
+        canvas, first, limit = generation_canvas(spec, prompt, lengths, new, per_row(fixed, rows))
+        settings, denoiser = self._settings(
+            denoiser, policy, options, cache, ar, cfg_scale, draws, generator, temperature, top_k, top_p, do_sample
+        )
+        settings.window = context_window
+        settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
+        eos = spec.eos_ids if eos_token_id is None else _ids(eos_token_id)
+        settings.ending = Ending(
+            eos=torch.tensor(eos, device=input_ids.device) if eos else None,
+            strings=_strings(stop_strings),
+            tokenizer=tokenizer or self.tokenizer,
+        )
+        trajectory = None
+        if output_trajectory:
+            trajectory = Trajectory(first.cpu(), new, spec.mask_id or 0)
+            settings.watch.append(trajectory)
+        if streamer is not None:
+            if rows != 1:
+                raise InvalidInputError(f"a streamer takes one row, not {rows}")
+            settings.stream = Stream(streamer, settings.policy.sticky)
+        state = RowState.build(
+            canvas, make_noise(rows, seed, generator, input_ids.device), spec, first, limit, words=words
+        )
+        begin = time.perf_counter()
+        try:
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
+            finished = Decoder(denoiser, state, settings).run()
+        finally:
+            # whoever reads the stream must not wait for ever, errors included
+            if streamer is not None:
+                streamer.end()
+        seconds = time.perf_counter() - begin
+        pad = spec.pad if pad_token_id is None else pad_token_id
+        out = _collect(input_ids, finished, pad)
+        if not return_dict_in_generate:
+            return out.sequences
+        assert out.stats is not None
+        out.stats.seconds = seconds
+        out.stats.notes = _notes(settings)
+        out.trajectory = None if trajectory is None else tuple(trajectory.passes)
+        return out
+
+    @torch.no_grad()
+    def infill(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        stretch: bool = False,
+        policy: str | Policy | None = None,
+        cache: str | BlockCache | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        do_sample: bool | None = None,
+        cfg_scale: float = 0.0,
+        seed: int | Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        logits_hook: LogitsHook | None = None,
+        tokens_hook: TokensHook | None = None,
+        streamer: Any = None,
+        return_dict_in_generate: bool = False,
+        **options: Any,
+    ) -> Tensor | DiffusionOutput:
+        """Write the positions of ``mask`` anew, seeing what stands on both sides.
+
+        Models with causal blocks see a suffix only inside the open block. The span and everything after it must fit into one
+        block, or ``stretch=True`` opens one canvas from the span's block to the end (larger than the model was trained on).
+
+        Args:
+            ids: ``Long[B, N]``.
+            mask: ``Bool[B, N]`` positions to write; all others stay bit-equal.
+            attention_mask: ``[B, N]``, 1 where real.
+            stretch: allow a larger canvas.
+            **options: as in :meth:`generate`.
+
+        Returns:
+            ``Long[B, N]``, or a ``DiffusionOutput`` whose ``sequences`` are that.
+        """
+        if mask.shape != ids.shape:
+            raise InvalidInputError(f"mask {tuple(mask.shape)} must have the shape of ids {tuple(ids.shape)}")
+        mask = mask.to(torch.bool)
+        if attention_mask is not None:
+            mask = mask & attention_mask.to(torch.bool)
+        spec = self.spec
+        flat, lengths, column = compact(ids, attention_mask)
+        flat_mask = mask.gather(1, column)
+        canvas, first, limit = infill_canvas(spec, flat, lengths, flat_mask)
+        stretched = self._stretched(canvas, first, stretch)
+        settings, denoiser = self._settings(
+            self.denoiser, policy, options, cache, None, cfg_scale, "counter", None, temperature, top_k, top_p, do_sample
+        )
+        settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
+        if streamer is not None:
+            if len(ids) != 1:
+                raise InvalidInputError(f"a streamer takes one row, not {len(ids)}")
+            settings.stream = Stream(streamer, settings.policy.sticky)
+        state = RowState.build(canvas, make_noise(len(ids), seed, generator, ids.device), spec, first, limit, stretched)
+        begin = time.perf_counter()
+        try:
+            finished = Decoder(denoiser, state, settings).run()
+        finally:
+            if streamer is not None:
+                streamer.end()
+        out = ids.clone()
+        confidence = torch.zeros(ids.shape)
+        for row, end in finished.state.items():
+            n = int(lengths[row])
+            where = column[row, :n]
+            new = torch.where(flat_mask[row, :n], end.canvas.ids[0, :n], flat[row, :n])
+            out[row, where] = new
+            confidence[row, where.cpu()] = end.canvas.confidence[0, :n].float().cpu()
+        if not return_dict_in_generate:
+            return out
+        stats = _stats(finished, [int(x) for x in flat_mask.sum(-1).tolist()])
+        stats.seconds = time.perf_counter() - begin
+        stats.notes = _notes(settings)
+        return DiffusionOutput(sequences=out, confidence=confidence, stats=stats)
+
+    def refine(self, ids: Tensor, spans: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]], **kwargs: Any) -> Any:
+        """Write token spans ``[begin, end)`` of a text (e.g. from an AR model) anew; everything else stays bit-equal.
+
+        Args:
+            ids: ``Long[B, N]``.
+            spans: pairs for all rows, or one list of pairs per row.
+            **kwargs: as in :meth:`infill`.
+        """
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        nested = bool(spans) and not isinstance(spans[0][0], int) if spans and len(spans[0]) else bool(spans)
+        rows = list(spans) if nested else [spans] * len(ids)
+        if len(rows) != len(ids):
+            raise InvalidInputError(f"spans has {len(rows)} entries for {len(ids)} rows")
+        for row, pairs in enumerate(rows):
+            for begin, end in pairs:  # type: ignore[misc]
+                if not 0 <= begin < end <= ids.shape[1]:
+                    raise InvalidInputError(f"span ({begin}, {end}) lies outside the {ids.shape[1]} tokens")
+                mask[row, begin:end] = True
+        return self.infill(ids, mask, **kwargs)
+
+    def edit(self, text: str, spans: Sequence[tuple[int, int] | tuple[int, int, int]], **kwargs: Any) -> str:
+        """Replace character spans of ``text``.
+
+        Args:
+            text: the text.
+            spans: ``(begin, end)`` in characters, or ``(begin, end, n)`` to write ``n`` tokens there instead of as many as stood.
+            **kwargs: as in :meth:`infill`.
+
+        Returns:
+            the new text; what lies outside the tokens that touch a span is unchanged.
+        """
+        if self.tokenizer is None:
+            raise InvalidInputError("edit needs a tokenizer: DiffusionLM(model, ..., tokenizer=tok)")
+        ids: list[int] = []
+        mask: list[bool] = []
+        at = 0
+        for span in sorted(spans):
+            begin, end = span[0], span[1]
+            if not at <= begin <= end <= len(text):
+                raise InvalidInputError(f"span ({begin}, {end}) overlaps another or lies outside the text")
+            before = self.tokenizer.encode(text[at:begin], add_special_tokens=not ids)
+            old = self.tokenizer.encode(text[begin:end], add_special_tokens=False)
+            count = span[2] if len(span) == 3 else len(old)
+            filler = self.spec.mask_id if self.spec.mask_id is not None else self.spec.pad
+            ids += before + [filler] * count
+            mask += [False] * len(before) + [True] * count
+            at = end
+        tail = self.tokenizer.encode(text[at:], add_special_tokens=False) if at < len(text) else []
+        ids, mask = ids + tail, mask + [False] * len(tail)
+        tokens = torch.tensor([ids], device=self.device)
+        out = self.infill(tokens, torch.tensor([mask], device=self.device), **kwargs)
+        assert isinstance(out, Tensor)
+        return str(self.tokenizer.decode(out[0], skip_special_tokens=True))
+
+    @torch.no_grad()
+    def score(
+        self,
+        ids: Tensor,
+        prompt_length: int | Tensor = 0,
+        attention_mask: Tensor | None = None,
+        *,
+        samples: int = 128,
+        batch_size: int = 16,
+        seed: int | Sequence[int] | None = None,
+    ) -> ElboScore:
+        """Monte-Carlo lower bound of log p(answer | prompt); exact for one-token blocks. See :mod:`specdiff.diffusion.elbo`."""
+        flat, lengths, _ = compact(ids, attention_mask)
+        first = torch.as_tensor(prompt_length, device=ids.device).expand(len(ids)).clone()
+        if attention_mask is not None and attention_mask.shape[1] and not bool(attention_mask[:, 0].all()):
+            first = first - (ids.shape[1] - lengths)  # columns of left padding count in prompt_length
+        noise = make_noise(len(ids), seed, None, ids.device)
+        return monte_carlo_elbo(self.denoiser, flat, lengths, first, samples, batch_size, noise)
+
+    def drafter(self, **kwargs: Any) -> Any:
+        """A drafter for :class:`specdiff.SpecDiff` made of this model (its own key/value cache, shared parameters).
+
+        Args:
+            **kwargs: options of :class:`specdiff.drafters.block_lm.BlockLMDrafter` (``block_size``, ``mode``, ``policy``, ...).
+        """
+        from specdiff.drafters.block_lm import BlockLMDrafter  # the floor above: only when asked for
+
+        return BlockLMDrafter(self, **kwargs)
+
+    def _denoiser(self, block_size: int | None) -> DenoiserLike:
+        if block_size is None or block_size == self.spec.block_size:
+            return self.denoiser
+        if self.spec.attention == "block_causal" or self.spec.commit == "encoder":
+            raise UnsupportedError(
+                f"{self.spec.name}: block_size {self.spec.block_size} is what the model was trained with; "
+                f"{block_size} would change its attention"
+            )
+        return denoiser_for(self.model, self.spec.replace(block_size=block_size), self.adapter)
+
+    def _check_prompt(self, spec: DLMSpec, prompt: Tensor, lengths: Tensor, new: int) -> None:
+        vocab = self.denoiser.vocab_size
+        if prompt.numel() and not (0 <= int(prompt.min()) and int(prompt.max()) < vocab):
+            raise InvalidInputError(f"input_ids hold an id outside the vocabulary of {vocab}")
+        if bool((lengths < 1).any()) and spec.shift == 1:
+            raise InvalidInputError(f"{spec.name}: an empty prompt has no token to predict the first one from")
+        longest = int(lengths.max()) + new if len(lengths) else 0
+        if spec.max_length is not None and longest > spec.max_length:
+            log.warning("%s was made for %d tokens; %d were asked for", spec.name, spec.max_length, longest)
+
+    def _settings(
+        self,
+        denoiser: DenoiserLike,
+        policy: str | Policy | None,
+        options: Mapping[str, Any],
+        cache: str | BlockCache | None,
+        ar: Any,
+        cfg_scale: float,
+        draws: str | Draws,
+        generator: torch.Generator | None,
+        temperature: float,
+        top_k: int | None,
+        top_p: float | None,
+        do_sample: bool | None,
+    ) -> tuple[Settings, DenoiserLike]:
+        spec = denoiser.spec
+        given = dict(options)
+        if policy is None or policy == spec.policy:
+            given = {**spec.options, **given}
+        chosen = make_policy(policy or spec.policy, given)
+        if chosen.corruption != spec.corruption:
+            raise UnsupportedError(f"policy {chosen.name!r} is for {chosen.corruption} noise; {spec.name} has {spec.corruption}")
+        if chosen.name == "sub_block" and spec.sub_block is None:
+            raise InvalidInputError(f"policy 'sub_block' needs a sub_block size in the spec of {spec.name}")
+        plan = make_cache(spec.cache if cache is None else cache, spec)
+        if plan.stores and not denoiser.supports_cache:
+            if cache is not None:
+                raise UnsupportedError(f"{spec.name}: {type(self.model).__name__} takes no key/value cache")
+            plan = BlockCache()
+        if not chosen.sticky and plan.limits_wants:
+            raise UnsupportedError(f"cache {plan.name!r} hides committed tokens from policy {chosen.name!r}")
+        if chosen.needs_ar and ar is None:
+            raise InvalidInputError(f"policy {chosen.name!r} needs ar=, an autoregressive model of the same vocabulary")
+        helper = None
+        if ar is not None:
+            helper = ar if not isinstance(ar, nn.Module) else Denoiser(ar, _AR)
+            if helper.vocab_size != denoiser.vocab_size:
+                raise InvalidInputError(
+                    f"ar has {helper.vocab_size} tokens, the diffusion model {denoiser.vocab_size}: they must be the same"
+                )
+        heat = 0.0 if do_sample is False else 1.0 if do_sample and temperature == 0 else temperature
+        sampling = Sampling(heat, top_k, top_p, spec.convention)
+        source = TorchDraws(generator) if draws == "torch" else None if draws == "counter" else draws
+        if isinstance(source, str):
+            raise InvalidInputError(f"draws must be 'counter', 'torch' or an object, not {source!r}")
+        if not cfg_scale >= 0:
+            raise InvalidInputError(f"cfg_scale must be >= 0, not {cfg_scale}")
+        if cfg_scale:
+            denoiser = GuidedDenoiser(denoiser, cfg_scale)
+        settings = Settings(policy=chosen, sampling=sampling, cache=plan, ending=Ending(), draws=source, ar=helper)
+        return settings, denoiser
+
+    def _words(
+        self, spec: DLMSpec, words: Sequence[Sequence[int]] | None, rows: int, new: int
+    ) -> list[list[Tensor]]:
+        if not words:
+            return [[] for _ in range(rows)]
+        if spec.corruption != "mask":
+            raise UnsupportedError(f"{spec.name}: forced words need a mask token; use fixed= spans")
+        room = new if spec.block_size is None else min(new, spec.block_size)
+        for phrase in words:
+            if not 0 < len(phrase) <= room:
+                raise InvalidInputError(f"a forced phrase of {len(phrase)} tokens does not fit into a block of {room}")
+        total = sum(len(p) for p in words)
+        if total > new:
+            raise InvalidInputError(f"forced phrases of {total} tokens do not fit into {new} new tokens")
+        phrases = [torch.tensor(list(p), device=self.device) for p in words]
+        return [list(phrases) for _ in range(rows)]
+
+    def _stretched(self, canvas: Canvas, first: Tensor, allow: bool) -> Tensor:
+        """Rows whose canvas must be stretched to see their suffix."""
+        spec = self.spec
+        if spec.attention == "full":
+            return torch.zeros_like(canvas.done)
+        if spec.attention == "causal":
+            raise UnsupportedError(f"{spec.name}: causal attention cannot see a suffix, so it cannot infill")
+        size = spec.block_size or 1
+        begin = first if spec.alignment == "prompt" else first // size * size
+        too_long = canvas.noisy.any(-1) & (canvas.length - begin > size)
+        if bool(too_long.any()) and not allow:
+            row = int(too_long.nonzero()[0])
+            raise UnsupportedError(
+                f"{spec.name}: row {row} has text after the span that a block of {size} does not reach; put span and suffix "
+                f"into one block, or pass stretch=True to open one canvas of {int(canvas.length[row] - begin[row])} tokens"
+            )
+        return too_long
+
+
+_AR = DLMSpec(name="ar", mask_id=0, shift=1, attention="causal", block_size=1)
+
+
+def _new_tokens(max_new_tokens: int | None, max_length: int | None, prompt: int) -> int:
+    if max_new_tokens is None:
+        max_new_tokens = 128 if max_length is None else max_length - prompt
+    if max_new_tokens < 0:
+        raise InvalidInputError(f"max_new_tokens must not be negative: {max_new_tokens}")
+    return max_new_tokens
+
+
+def _ids(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _notes(settings: Settings) -> list[str]:
+    notes = []
+    if not settings.cache.exact:
+        notes.append(f"cache '{settings.cache.name}' is approximate")
+    if settings.window is not None:
+        notes.append(f"context window of {settings.window} tokens is approximate")
+    if settings.policy.needs_ar:
+        notes.append(f"policy '{settings.policy.name}' keeps neither model's law")
+    return notes
+
+
+def _stats(finished: Finished, counts: list[int]) -> DiffusionStats:
+    order = sorted(finished.state)
+    nfe = [int(finished.state[r].passes[0]) for r in order]
+    return DiffusionStats(
+        nfe=nfe,
+        passes=finished.passes,
+        new_tokens=counts,
+        tokens_per_pass=[c / n if n else None for c, n in zip(counts, nfe, strict=True)],
+        blocks=[int(finished.state[r].block[0]) + 1 for r in order],
+        finish_reason=[finished.reason[r] for r in order],
+    )
+
+
+def _collect(input_ids: Tensor, finished: Finished, pad: int) -> DiffusionOutput:
+    """Sequences and counts of all rows."""
+    texts, sure = [], []
+    for row in range(len(input_ids)):
+        end = finished.state[row]
+        first, stop = int(end.first[0]), finished.stop[row]
+        texts.append(end.canvas.ids[0, first:stop])
+        sure.append(end.canvas.confidence[0, first:stop].float())
+    width = max((len(t) for t in texts), default=0)
+    new = input_ids.new_full((len(texts), width), pad)
+    confidence = torch.zeros(len(texts), width)
+    for row, text in enumerate(texts):
+        new[row, : len(text)] = text
+        confidence[row, : len(text)] = sure[row].cpu()
+    return DiffusionOutput(
+        sequences=torch.cat([input_ids, new], dim=1),  # type: ignore[arg-type]
+        confidence=confidence,
+        stats=_stats(finished, [len(t) for t in texts]),
+    )
