@@ -72,16 +72,16 @@ class ReplayDrafter:
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= request.vocab_size):
             raise InvalidInputError(f"ReplayDrafter's continuation has ids outside [0, {request.vocab_size})")
         ids = ids.repeat_interleave(request.batch_size // rows, dim=0)
-        return ReplaySession(ids, self.block_size, self.wrong_at, request.vocab_size)
+        return ReplaySession(request, ids, self.block_size, self.wrong_at)
 
 
 class ReplaySession:
     """State of one request: how many tokens each row has committed, and where its prompt ended."""
 
-    def __init__(self, ids: Tensor, block_size: int, wrong_at: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(self, request: DraftRequest, ids: Tensor, block_size: int, wrong_at: tuple[int, ...]) -> None:
+        self.request = request
         self._ids = ids
         self._block_size = block_size
-        self._vocab_size = vocab_size
         self._shift = torch.zeros(block_size, dtype=torch.long, device=ids.device)
         self._shift[list(wrong_at)] = 1
         self._committed = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
@@ -96,7 +96,7 @@ class ReplaySession:
         lengths = torch.minimum(as_limits(limits, self._block_size), (length - new).clamp(min=0))
         columns = new[:, None] + torch.arange(self._block_size, device=new.device)
         if length:
-            tokens = (self._ids.gather(1, columns.clamp(max=length - 1)) + self._shift) % self._vocab_size
+            tokens = (self._ids.gather(1, columns.clamp(max=length - 1)) + self._shift) % self.request.vocab_size
         else:
             tokens = torch.zeros_like(columns)
         return Proposal(tokens=tokens, lengths=lengths, law=Delta())
@@ -160,6 +160,7 @@ class RandomSession:
     """No state but the settings: every round is drawn from its own noise."""
 
     def __init__(self, drafter: RandomDrafter, request: DraftRequest) -> None:
+        self.request = request
         self._block_size = drafter.block_size
         self._vocab_size = drafter.vocab_size
         device = request.device

@@ -1,0 +1,145 @@
+"""Text as it comes: ids to pieces of text, and which of them were drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession
+
+Mark = bool | None
+"""Of a token: True drafted and accepted, False the target's own, None not known or not asked for."""
+
+
+class Detokenizer:
+    """Turns ids into text one at a time; holds back what is not yet a whole character."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = self._seen = 0
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` adds; empty while a character is incomplete."""
+        self._ids.append(token)
+        before, now = self._decode(self._shown, self._seen), self._decode(self._shown, None)
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return ""
+        self._shown, self._seen = self._seen, len(self._ids)
+        return now[len(before) :]
+
+    def rest(self) -> str:
+        """What was held back; starts afresh."""
+        before, now = self._decode(self._shown, self._seen), self._decode(self._shown, None)
+        self._ids, self._shown, self._seen = [], 0, 0
+        return now[len(before) :]
+
+    def _decode(self, start: int, stop: int | None) -> str:
+        return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)
+
+
+class TextWriter:
+    """A streamer for one row: writes new text as it is committed.
+
+    Args:
+        tokenizer: turns ids into text.
+        write: called with each piece of text and the mark of its (last) token.
+        marked: hold tokens until :meth:`round_begins` or :meth:`finish` tells which of them were drafted.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str, Mark], None], *, marked: bool = False) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._write = write
+        self._marked = marked
+        self._held: list[int] = []
+        self._rounds = 0
+        self._prompt = True
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt (first call) or new tokens: ``Long[1]``."""
+        if self._prompt:
+            self._prompt = False
+            return
+        tokens = value.reshape(-1).tolist()
+        if self._marked:
+            self._held += tokens
+            return
+        for token in tokens:
+            self._show(token, None)
+
+    def round_begins(self) -> None:
+        """What was committed since the last call is one round: drafts, then one token of the target's own."""
+        if self._held:
+            self._rounds += 1
+        for token in self._held[:-1]:
+            self._show(token, True)
+        for token in self._held[-1:]:
+            self._show(token, False)
+        self._held = []
+
+    def end(self) -> None:
+        """Nothing follows."""
+        if not self._marked:
+            self._flush()
+
+    def finish(self, emitted: Sequence[int], accepted: int) -> None:
+        """Show what is still held, by the call's own statistics: new tokens per pass, and accepted drafts in all."""
+        before = sum(count - 1 for count in emitted[1:-1])
+        for at in range(self._rounds, len(emitted)):
+            last = at == len(emitted) - 1 and at > 0
+            drafted = accepted - before if last else emitted[at] - 1
+            for slot, token in enumerate(self._held[: emitted[at]]):
+                self._show(token, slot < drafted)
+            self._held = self._held[emitted[at] :]
+        self._flush()
+
+    def _show(self, token: int, mark: Mark) -> None:
+        piece = self._text.push(token)
+        if piece:
+            self._write(piece, mark)
+
+    def _flush(self) -> None:
+        rest = self._text.rest()
+        if rest:
+            self._write(rest, None)
+
+
+class Listening:
+    """A drafter seen through: tells a listener when each round begins, drafts exactly as the one inside."""
+
+    def __init__(self, inner: Drafter, listener: Callable[[], None]) -> None:
+        self.inner, self.listener = inner, listener
+        self.block_size, self.taps = inner.block_size, inner.taps
+
+    def start(self, request: DraftRequest) -> DraftSession:
+        """A session of the drafter inside."""
+        return _ListeningSession(self.inner.start(request), self)
+
+
+class _ListeningSession:
+    def __init__(self, inner: DraftSession, owner: Listening) -> None:
+        self.__dict__["_inner"], self.__dict__["_owner"] = inner, owner
+
+    def propose(self, anchor: Tensor, limits: Tensor, noise: Any) -> Any:
+        self._owner.listener()
+        return self._inner.propose(anchor, limits, noise)
+
+    def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
+        self._inner.commit(tokens, counts, taps)
+
+    def select(self, rows: Tensor) -> None:
+        self._inner.select(rows)
+
+    def rollback(self, lengths: Tensor) -> None:
+        self._inner.rollback(lengths)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)  # a conversation gives its session each new request
