@@ -275,7 +275,8 @@ def _check_cache(name: str, cache: Any) -> list[str]:
     try:
         filled = int(cache.get_seq_length()) > 0
     except (AttributeError, TypeError, ValueError, NotImplementedError):
-        filled = bool(getattr(cache, "has_previous_state", False))
+        previous = getattr(cache, "has_previous_state", False)  # caches of recurrent layers alone have no length
+        filled = bool(previous() if callable(previous) else previous)
     if filled:
         raise UnsupportedError(
             f"{name} already holds tokens, and specdiff cannot continue from a foreign cache; use SpecDiff.session() "
