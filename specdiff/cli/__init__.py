@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return codes.PIPE
     except Exception as error:
-        code = codes.code_of(error)
-        if code is None or os.environ.get("SPECDIFF_DEBUG"):
+        known = codes.code_of(error)
+        if known is None or os.environ.get("SPECDIFF_DEBUG"):
             raise
         print(f"specdiff: {_first_paragraph(error)}", file=sys.stderr)
-        return code
+        return known
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from typing import Any
 
 from specdiff.cli import codes
@@ -42,7 +43,6 @@ def inspect_model(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from specdiff import SpecDiff
-    from specdiff.cache.kinds import layer_kinds
     from specdiff.hub import ensure_default
 
     quiet_libraries()
@@ -60,8 +60,7 @@ def inspect_model(args: argparse.Namespace) -> dict[str, Any]:
         return report
     report["class"] = type(model).__name__
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-    kinds = layer_kinds(config) if not getattr(config, "is_encoder_decoder", False) else []
-    report["cache"] = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    report["cache"] = dict(Counter(_layers(config)))
     try:
         SpecDiff(model, None)
     except UnsupportedError as error:
@@ -69,6 +68,16 @@ def inspect_model(args: argparse.Namespace) -> dict[str, Any]:
         return report
     report["served"] = True
     return report
+
+
+def _layers(config: Any) -> list[str]:
+    """Class names of the cache layers that transformers itself would make for the model."""
+    from transformers.cache_utils import DynamicCache
+
+    try:
+        return [type(layer).__name__ for layer in DynamicCache(config=config).layers]
+    except (KeyError, AttributeError, TypeError, ValueError):  # a cache of its own; the refusal says what it means
+        return []
 
 
 def _try(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def _print(report: dict[str, Any]) -> None:
     print(f"{report['model']}: {report.get('class', report['type'])}", end="")
     print(f", {report['parameters'] / 1e6:.0f}M parameters" if "parameters" in report else "")
     if report.get("cache"):
-        print("cache: " + ", ".join(f"{count} {kind} layers" for kind, count in report["cache"].items()))
+        print("cache: " + ", ".join(f"{count} x {kind}" for kind, count in report["cache"].items()))
     print("can be served" if report["served"] else f"cannot be served: {report['why']}")
     if "run" in report:
         outcome = report["run"]

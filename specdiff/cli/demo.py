@@ -17,7 +17,7 @@ from specdiff.cli.text import Mark, TextWriter
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
-    "A shop sells pens at 3 dollars each. Anna buys 4 pens and pays with a 20 dollar bill. How much change does she get?",
+    "A shop sells pens at 3 dollars each. Anna buys 4 and pays with a 20 dollar bill. How much change does she get?",
     "Write a short email to a colleague asking to move our meeting to Thursday afternoon.",
     "List five tips for learning a new language.",
 )
@@ -220,7 +220,7 @@ def _conclude(demo: Demo, prompts: int, drafter: str) -> None:
     print()
     if not demo.differences:
         print(
-            f"The texts are equal: {prompts} of {prompts}, plain, speculative and Hugging Face generate, token for token."
+            f"The texts are equal: {prompts} of {prompts} prompts; plain, speculative and Hugging Face generate alike."
         )
     for found in demo.differences:
         kind = "a near-tie" if found.near_tie else "a FAULT, please report it"
@@ -228,9 +228,7 @@ def _conclude(demo: Demo, prompts: int, drafter: str) -> None:
     if taus:
         print(f"Drafter {drafter}: {sum(taus) / len(taus):.2f} new tokens per target pass (tau, mean of the prompts).")
     print(f"Speed of specdiff over its own plain decoding: {demo.ratio('plain'):.2f} times (what drafting gives)")
-    print(
-        f"Speed of specdiff over Hugging Face generate:  {demo.ratio('generate'):.2f} times (drafting and specdiff's path)"
-    )
+    print(f"Speed of specdiff over Hugging Face generate:  {demo.ratio('generate'):.2f} times (drafting and engine)")
     print("Times are whole calls, one after the other on this machine. specdiff bench measures with more care.")
 
 
