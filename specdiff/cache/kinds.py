@@ -2,36 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 
-def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """One word per cache layer: ``full`` for plain attention, otherwise transformers' class name for it.
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one cache layer keeps.
 
-    The list is empty when transformers creates layers on the fly, which it does for plain attention only.
+    Attributes:
+        attention: ``full``, ``indexed``, ``sliding``, ``chunked``, or None for a layer without keys and values.
+        window: tokens that a query of a sliding layer sees (the chunk size of a chunked one), else 0.
+        states: recurrent states, else 0.
     """
-    layers = DynamicCache(config=config).layers
-    return ["full" if type(layer) is DynamicLayer else type(layer).__name__ for layer in layers]
+
+    attention: str | None = None
+    window: int = 0
+    states: int = 0
+
+    @property
+    def word(self) -> str:
+        """How the layer is called in reports."""
+        parts = [self.attention] if self.attention else []
+        return "+".join([*parts, *(["recurrent"] if self.states else [])]) or "none"
+
+
+_CLASSES: dict[type, tuple[str | None, bool]] = {
+    DynamicLayer: ("full", False),
+    DynamicIndexedLayer: ("indexed", False),
+    DynamicSlidingWindowLayer: ("sliding", False),
+    LinearAttentionLayer: (None, True),
+    LinearAttentionAndFullAttentionLayer: ("full", True),
+    LinearAttentionAndSlidingWindowAttentionLayer: ("sliding", True),
+    DummyLayer: (None, False),
+}
+
+
+def layer_plans(config: PreTrainedConfig) -> list[LayerPlan] | None:
+    """One plan per cache layer, or None when transformers keeps a layer for this configuration that is not known here."""
+    try:
+        layers = DynamicCache(config=config).layers
+    except (KeyError, AttributeError, TypeError, ValueError):
+        return None
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    chunk = getattr(config.get_text_config(decoder=True), "attention_chunk_size", None)
+    plans = []
+    for at, layer in enumerate(layers):
+        if type(layer) not in _CLASSES:
+            return None
+        attention, recurrent = _CLASSES[type(layer)]
+        window = int(getattr(layer, "sliding_window", 0) or 0)
+        if attention == "sliding":
+            named = types[at] if types is not None and len(types) == len(layers) else None
+            if named == "chunked_attention" or (named is None and window == chunk):
+                attention = "chunked"
+        plans.append(LayerPlan(attention, window, layer.number_of_states if recurrent else 0))
+    return plans or None
+
+
+def kinds_in_words(plans: list[LayerPlan] | None) -> str:
+    """``full``, ``full, sliding``, ...: the distinct kinds of a model's layers."""
+    if plans is None:
+        return "own cache"
+    return ", ".join(sorted({plan.word for plan in plans} - {"none"})) or "none"
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why this model's cache cannot be served, with the remedy, or None when it can."""
+    """Why this model cannot be served at all, with the remedy, or None when nothing rules it out at sight."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; specdiff wraps decoder-only causal LMs"
     if not hasattr(model, "generate") or not model.can_generate():
         return "it has no language-modelling head to generate with; load it with AutoModelForCausalLM"
-    implementation = getattr(config, "_attn_implementation", None) or "eager"
-    if "flash" in implementation:
+    implementations = {getattr(part, "_attn_implementation", None) or "eager" for part in (config, config.get_text_config())}
+    flash = sorted(name for name in implementations if "flash" in name)
+    if flash:
         return (
-            f"its attention implementation is {implementation!r}, which takes no additive mask; "
+            f"its attention implementation is {flash[0]!r}, which takes no additive mask; "
             "load it with attn_implementation='sdpa' (or 'eager')"
-        )
-    others = sorted(set(layer_kinds(config)) - {"full"})
-    if others:
-        return (
-            f"it keeps {', '.join(others)} state, and only full-attention caches are served so far; "
-            "use plain generate for it"
         )
     return None

@@ -1,9 +1,9 @@
-"""A transformers cache whose rows advance by different amounts.
+"""Attention layers whose rows advance by different amounts.
 
-Keys and values live in preallocated buffers ``[B, H, C, D]`` at their *logical* positions (padding excluded): token
-``j`` of a row is in column ``j``. A pass writes at ``start[r] + t`` and sees columns ``0 .. start[r] + t``, said by an
-explicit additive mask. Whatever lies past a row's committed length (rejected drafts, padding of a ragged pass) is
-invisible and is overwritten before it could be seen, so rolling back moves a number and copies nothing.
+Keys and values live in preallocated buffers ``[B, H, C, D]`` at their *logical* positions (padding excluded): row ``r``'s
+token ``j`` is in column ``j``. A pass writes at ``start[r] + t`` and sees columns ``0 .. start[r] + t``, said by an explicit
+additive mask. Whatever lies past a row's committed length (rejected drafts, padding of a ragged pass) is invisible and is
+overwritten before it could be seen, so rolling back moves a number and copies nothing.
 """
 
 from __future__ import annotations
@@ -12,98 +12,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-
-class Span:
-    """Where the running pass writes and how far it may look; shared by all layers of one cache.
-
-    Attributes:
-        start: ``Long[B]`` committed length of each row, where the pass begins.
-        width: inputs per row of the running pass (T).
-        view: columns that attention reads, at least ``max(start) + width``.
-        uniform: the common start when all rows start at the same column, else None.
-    """
-
-    def __init__(self) -> None:
-        self.start: Tensor = torch.zeros(0, dtype=torch.long)
-        self.width = 0
-        self.view = 0
-        self.uniform: int | None = None
-        self.capacity = 0
-        self.limit = 0
-
-    def begin(self, start: Tensor, host_start: list[int], width: int) -> None:
-        """Describe the next pass: ``host_start`` mirrors ``start`` on the host, so nothing is read back."""
-        self.start, self.width = start, width
-        self.view = max(host_start) + width
-        self.uniform = host_start[0] if len(set(host_start)) == 1 else None
-        if self.view > self.capacity:
-            self.capacity = max(self.view, min(self.limit, 2 * self.capacity))
-
-    def positions(self) -> Tensor:
-        """``Long[B, T]`` logical position of every input."""
-        return self.start[:, None] + torch.arange(self.width, device=self.start.device)
-
-    def causal_mask(self, dtype: torch.dtype) -> Tensor:
-        """Additive ``[B, 1, T, view]`` mask: 0 where column j <= position, the dtype's minimum elsewhere."""
-        columns = torch.arange(self.view, device=self.start.device)
-        hidden = columns > self.positions()[..., None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+from specdiff.cache.spans import Span, WindowSpan
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one attention layer at per-row positions."""
+    """Keys and values of one full-attention layer at per-row positions."""
 
     is_sliding = False
+    is_compileable = False
     supports_early_init = False
 
     def __init__(self, span: Span) -> None:
         super().__init__()
         self.span = span
+        self.indexer: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers from the first states: ``[B, H, T, D]`` each."""
+        """Allocate the buffers from the first states: ``[g, H, T, D]`` each."""
         self.keys = self._buffer(key_states)
         self.values = self._buffer(value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def _buffer(self, like: Tensor) -> Tensor:
-        batch, heads, _, size = like.shape
-        return torch.zeros(batch, heads, self.span.capacity, size, dtype=like.dtype, device=like.device)
-
-    def _grown(self, old: Tensor) -> Tensor:
-        new = self._buffer(old)
-        new[:, :, : old.shape[2]] = old
-        return new
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the pass's states and return views of everything attention may read."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            RaggedLayer.lazy_initialization(self, key_states, value_states)
+        self._make_room()
         assert self.keys is not None and self.values is not None
-        span = self.span
-        if span.capacity > self.keys.shape[2]:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
-        if span.uniform is not None:
-            stop = span.uniform + span.width
-            self.keys[:, :, span.uniform : stop] = key_states
-            self.values[:, :, span.uniform : stop] = value_states
-        else:
-            rows = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
-            columns = span.positions().to(key_states.device)
-            self.keys[rows, :, columns] = key_states.transpose(1, 2)
-            self.values[rows, :, columns] = value_states.transpose(1, 2)
-        return self.keys[:, :, : span.view], self.values[:, :, : span.view]
+        self._write(self.keys, key_states)
+        self._write(self.values, value_states)
+        return self._read(self.keys), self._read(self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask must cover."""
         return self.span.view, 0
 
     def get_seq_length(self) -> int:
-        """Columns in use before the running pass (the longest row)."""
+        """Tokens before the running pass (the longest row)."""
         return self.span.view - self.span.width
 
     def get_max_length(self) -> int:
@@ -112,28 +60,102 @@ class RaggedLayer(CacheLayerMixin):
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows, in that order."""
-        if self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            self.keys = self.keys.index_select(0, rows.to(self.keys.device))
-            self.values = self.values.index_select(0, rows.to(self.values.device))
+        for name in ("keys", "values", "indexer"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, rows.to(held.device)))
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _capacity(self) -> int:
+        return self.span.capacity
+
+    def _columns(self) -> Tensor:
+        return self.span.positions()
+
+    def _bounds(self) -> tuple[int, int]:
+        """Columns that attention reads."""
+        return 0, self.span.view
+
+    def _first_column(self) -> int | None:
+        """The column where every row of the pass begins, when it is the same one."""
+        return self.span.uniform
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        _, heads, _, size = like.shape
+        return torch.zeros(self.span.batch, heads, self._capacity(), size, dtype=like.dtype, device=like.device)
+
+    def _make_room(self) -> None:
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if old.shape[2] < self._capacity():
+                new = self._buffer(old)
+                new[:, :, : old.shape[2]] = old
+                setattr(self, name, new)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> None:
+        rows, first, width = self.span.rows, self._first_column(), self.span.width
+        if first is not None and isinstance(rows, slice):
+            buffer[rows, :, first : first + width] = states
+            return
+        index = torch.tensor(self.span.row_list, device=states.device)[:, None]
+        buffer[index, :, self._columns().to(states.device)] = states.transpose(1, 2)
+
+    def _read(self, buffer: Tensor) -> Tensor:
+        low, high = self._bounds()
+        rows = self.span.rows
+        if isinstance(rows, slice):
+            return buffer[rows, :, low:high]
+        return buffer[rows.to(buffer.device), :, low:high]
 
 
-class RaggedCache(Cache):
-    """All layers of a full-attention target.
+class IndexedLayer(RaggedLayer):
+    """Full attention with the key cache of an indexer (DeepSeek sparse attention) beside it: ``[B, C, D]``."""
 
-    Args:
-        layers: number of cache layers.
-        capacity: columns to allocate at first.
-        limit: columns after which growth by doubling stops (the most that the request can need).
-    """
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the pass's indexer keys ``[g, T, D]``; returns all that it may read, ``[g, view, D]``."""
+        states = indexer_key_states[:, None]
+        if self.indexer is None:
+            self.indexer = self._buffer(states)
+        elif self.indexer.shape[2] < self._capacity():
+            new = self._buffer(self.indexer)
+            new[:, :, : self.indexer.shape[2]] = self.indexer
+            self.indexer = new
+        self._write(self.indexer, states)
+        return self._read(self.indexer)[:, 0]
 
-    def __init__(self, layers: int, capacity: int, limit: int) -> None:
-        self.span = Span()
-        self.span.capacity, self.span.limit = capacity, limit
-        self.ragged = [RaggedLayer(self.span) for _ in range(layers)]
-        super().__init__(layers=list(self.ragged))
 
-    def select(self, rows: Tensor) -> None:
-        """Keep the given rows in every layer."""
-        for layer in self.ragged:
-            layer.select(rows)
+class WindowLayer(RaggedLayer):
+    """Keys and values of a sliding or chunked layer: O(window + pass) columns per row."""
+
+    is_sliding = True
+
+    def __init__(self, window: WindowSpan) -> None:
+        super().__init__(window.span)
+        self.window = window
+        self.sliding_window = window.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover (one row at a time)."""
+        low, high = self._bounds()
+        return high - low, self.window.base[self.span.row_list[0]] + low
+
+    def _capacity(self) -> int:
+        return self.window.capacity
+
+    def _columns(self) -> Tensor:
+        return self.window.columns()
+
+    def _bounds(self) -> tuple[int, int]:
+        return self.window.low, self.window.high
+
+    def _first_column(self) -> int | None:
+        bases = {self.window.base[row] for row in self.span.row_list}
+        return None if self.span.uniform is None or len(bases) > 1 else self.span.uniform - bases.pop()
+
+    def _make_room(self) -> None:
+        assert self.keys is not None and self.values is not None
+        for row, drop in self.window.moves:
+            for buffer in (self.keys, self.values):
+                buffer[row, :, : buffer.shape[2] - drop] = buffer[row, :, drop:].clone()
+        super()._make_room()
