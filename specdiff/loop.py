@@ -185,8 +185,9 @@ class Decoding:
             pad = self.job.pads[row]
             left[row, : length - start] = self.ids[row, pad + start : pad + length]
         first: Tensor | None = None
-        for at in range(0, width, self.job.chunk):
-            tokens = left[:, at : at + self.job.chunk]
+        chunk = width if self.target.whole_prefill else self.job.chunk
+        for at in range(0, width, chunk):
+            tokens = left[:, at : at + chunk]
             host = [max(0, min(rest - at, tokens.shape[1])) for rest in missing]
             ends = [0 < rest - at <= tokens.shape[1] for rest in missing]
             counts = torch.tensor(host, device=self.device)

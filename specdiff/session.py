@@ -45,8 +45,9 @@ class Session:
             same += 1
         if self.state is not None:
             self.state.rollback([same])
+            kept = list(self.state.lengths)  # fewer than asked where a state cannot go back: it is computed again
             if self.draft is not None:
-                self.draft.rollback(torch.tensor([same], device=self.owner.device))
+                self.draft.rollback(torch.tensor(kept, device=self.owner.device))
         decoding = Decoding(job, self.owner.target, self.owner.drafter, self.state, self.draft, keep_rows=True)
         try:
             rows = decoding.run()

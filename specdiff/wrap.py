@@ -53,7 +53,7 @@ class SpecDiff:
         self.rule = checked_rule(rule)
         self.fast = fast
         self.target: Target = Target(ar)
-        self.notes: list[str] = []
+        self.notes: list[str] = [note] if (note := self.target.serving.note) else []
         if isinstance(drafter, (str, os.PathLike)):
             from specdiff.hub import load_drafter
 
