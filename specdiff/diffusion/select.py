@@ -75,7 +75,6 @@ def leftmost(candidates: Tensor, count: Tensor) -> Tensor:
 
 
 def leading(match: Tensor, candidates: Tensor) -> Tensor:
-    """Candidates up to the first one (left to right) that does not match; the first always."""
-    good = match | ~candidates
+    """Candidates before the first one (left to right) that does not match; the first candidate always."""
     first = candidates & (candidates.long().cumsum(-1) == 1)
-    return candidates & ((good | first).long().cumprod(-1) == 1)
+    return first | (candidates & ((match | ~candidates).long().cumprod(-1) == 1))
