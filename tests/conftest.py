@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))  # helper modules beside the tests: devdata, fakewheel
 
 STRICT = bool(os.environ.get("SPECDIFF_STRICT_SKIPS"))
 _unlisted: list[str] = []

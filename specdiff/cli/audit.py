@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from specdiff.cli import codes
-from specdiff.cli.common import add_pair_arguments, at_least, encode, load_pair, share
+from specdiff.cli.common import add_pair_arguments, at_least, encode, inside, load_pair
 
 RULES = ("token", "block", "coupled")
 PROMPT = "Tell me something about the sea."
@@ -23,15 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-sizes", type=at_least(1), nargs="+", default=[1, 4], metavar="B", help="default: 1 4")
     parser.add_argument(
-        "--draws", type=at_least(100), default=2000, metavar="N", help="samples a rule; default: %(default)s"
+        "--draws", type=at_least(100), default=2000, metavar="N", help="samples per rule; default: 2000"
     )
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="sampling rules; default: all")
     parser.add_argument("--temperature", type=at_least(0, float, above=True), default=1.0, help="default: %(default)s")
     parser.add_argument("--top-k", type=at_least(2), default=3, help="keeps the law small enough to list; default: 3")
     parser.add_argument(
-        "--level", type=share, default=0.01, help="risk of a false alarm per rule; default: %(default)s"
+        "--level", type=inside, default=0.01, help="risk of a false alarm per rule; default: %(default)s"
     )
-    parser.add_argument("--power", type=share, default=0.9, help="for the statement of power; default: %(default)s")
+    parser.add_argument("--power", type=inside, default=0.9, help="for the statement of power; default: %(default)s")
     parser.add_argument("--seed", type=at_least(0), default=0, help="default: %(default)s")
     parser.add_argument(
         "--only", nargs="+", choices=("enumeration", "greedy", "sampling"), help="run these parts; default: all"

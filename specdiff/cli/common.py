@@ -38,6 +38,14 @@ def share(text: str) -> float:
     return value
 
 
+def inside(text: str) -> float:
+    """An argparse type: a number in (0, 1)."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {text}")
+    return value
+
+
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Options about the target alone."""
     group = parser.add_argument_group("target")

@@ -1,0 +1,204 @@
+"""What is shipped, what importing costs, and that the folders stay on their floors."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from readme import setup_commands
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {"specdiff": "specdiff", "specdiff/drafters": "drafters", "specdiff/verify": "verify"}
+"""Place in the package: folder in the checkout."""
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def sources() -> dict[str, Path]:
+    """Every Python file of the package: place in the package, file in the checkout."""
+    found = {}
+    for place, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            found[f"{place}/{path.relative_to(ROOT / folder).as_posix()}"] = path
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """The built wheel: the one of ``SPECDIFF_WHEEL``, else built here from a copy of the sources."""
+    built = os.environ.get("SPECDIFF_WHEEL")
+    if not built:
+        copy = tmp_path_factory.mktemp("source")
+        for name in ("specdiff", "drafters", "verify"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, copy / name)
+        out = tmp_path_factory.mktemp("dist")
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            str(out),
+            str(copy),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        built = str(next(out.glob("*.whl")))
+    return zipfile.ZipFile(built)
+
+
+def test_specdiff_is_the_only_top_level_name(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"specdiff"}
+
+
+def test_every_module_is_in_the_wheel(wheel):
+    assert set(sources()) - set(wheel.namelist()) == set()
+
+
+def test_data_and_licence_are_in_the_wheel(wheel):
+    names = wheel.namelist()
+    wanted = ["specdiff/py.typed"]
+    for place, folder in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".json", ".jsonl", ".safetensors", ".md") and "__pycache__" not in path.parts:
+                wanted.append(f"{place}/{path.relative_to(ROOT / folder).as_posix()}")
+    assert set(wanted) - set(names) == set()
+    assert any(re.fullmatch(r"specdiff-[^/]+\.dist-info/licenses/LICENSE", name) for name in names)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_verify_loads_torch_but_not_transformers():
+    loaded = run_python("import sys, specdiff.verify; print('torch' in sys.modules, 'transformers' in sys.modules)")
+    assert loaded.split() == ["True", "False"]
+
+
+def test_importing_specdiff_loads_neither():
+    loaded = run_python("import sys, specdiff; print('torch' in sys.modules, 'transformers' in sys.modules)")
+    assert loaded.split() == ["False", "False"]
+
+
+def test_the_command_lists_its_commands_without_loading_torch():
+    code = (
+        "import sys\nfrom specdiff.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
+    )
+    assert run_python(code).splitlines()[-1] == "0 False"
+
+
+def test_every_public_name_can_be_loaded():
+    code = "import specdiff\nfor name in specdiff.__all__: getattr(specdiff, name)\nprint(len(dir(specdiff)))"
+    assert int(run_python(code)) > 10
+
+
+GROUND = ("specdiff.errors", "specdiff.verify")
+FLOORS = {
+    "specdiff/verify/": GROUND,
+    "specdiff/diffusion/": (*GROUND, "specdiff.diffusion"),
+    "specdiff/drafters/": (*GROUND, "specdiff.diffusion", "specdiff.drafters"),
+}
+UPSTAIRS = {
+    "specdiff/drafters/train/cli.py": "a command: it puts the trainer and the engine together",
+}
+"""Files below that may look up, and why."""
+
+
+def imported(path: Path) -> set[str]:
+    """Names of specdiff modules that a file imports, those for type checkers aside."""
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(names if node.module == "specdiff" else [node.module])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return {name for name in found if name.split(".")[0] == "specdiff"}
+
+
+def test_nothing_imports_upward():
+    wrong = []
+    for place, path in sources().items():
+        for floor, allowed in FLOORS.items():
+            if place.startswith(floor) and place not in UPSTAIRS:
+                wrong += [
+                    f"{place}: {name}"
+                    for name in imported(path)
+                    if not any(name == below or name.startswith(below + ".") for below in allowed)
+                ]
+    assert wrong == []
+
+
+def test_no_pickle_anywhere():
+    banned = re.compile(r"\b(torch\.load|torch\.save|pickle\.loads?|pickle\.dumps?)\(")
+    assert [place for place, path in sources().items() if banned.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_constraints_lie_within_the_declared_ranges():
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pinned[name.lower().replace("_", "-")] = version
+    declared = project()["project"]
+    groups = [declared["dependencies"], *declared["optional-dependencies"].values()]
+    for requirement in (Requirement(text) for group in groups for text in group):
+        if requirement.name == "specdiff":
+            continue
+        assert requirement.name in pinned, f"{requirement.name} has no tested version in constraints.txt"
+        assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+def test_a_library_pins_nothing_exactly():
+    for text in project()["project"]["dependencies"]:
+        assert "==" not in text.split(";")[0]
+
+
+def test_changelog_knows_this_version():
+    assert f"## {project()['project']['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_version_is_said_once():
+    import specdiff
+
+    assert specdiff.__version__ == project()["project"]["version"]
+
+
+def test_readme_has_two_one_line_commands():
+    commands = setup_commands()
+    assert commands["demo"].endswith("specdiff demo")
+    for command in commands.values():
+        assert "-c constraints.txt" in command and "\n" not in command
+
+
+def test_licence_is_apache():
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and len(text) > 11_000
