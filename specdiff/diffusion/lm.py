@@ -197,9 +197,10 @@ class DiffusionLM:
             if rows != 1:
                 raise InvalidInputError(f"a streamer takes one row, not {rows}")
             settings.stream = Stream(streamer, settings.policy.sticky)
-        state = RowState.build(
-            canvas, make_noise(rows, seed, generator, input_ids.device), spec, first, limit, words=words
-        )
+        if settings.draws is not None and seed is None:
+            seed = 0  # the counter noise is not read, and torch's generator must not move
+        noise = make_noise(rows, seed, generator, input_ids.device)
+        state = RowState.build(canvas, noise, spec, first, limit, words=words)
         begin = time.perf_counter()
         try:
             if streamer is not None:
