@@ -174,7 +174,7 @@ class TableDrafter:
         vocab: int,
         block_size: int,
         *,
-        sharpness: float = 2.0,
+        sharpness: float = 1.0,
         seed: int = 0,
         change: Callable[[Tensor], Tensor] | None = None,
         poison: Sequence[int] = (),
@@ -228,7 +228,7 @@ class TableSession:
 @functools.cache
 def law_target(vocab: int) -> LlamaForCausalLM:
     """A small target for laws: one narrow layer, every token likely enough to be counted."""
-    return build(3, vocab=vocab, spread=0.35, layers=1, hidden=32)
+    return build(5, vocab=vocab, spread=0.15, layers=1, hidden=32)
 
 
 @torch.no_grad()
