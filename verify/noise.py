@@ -96,22 +96,27 @@ class Noise:
 
 
 class CounterNoise:
-    """:class:`RoundNoise` made of the counter hash."""
+    """:class:`RoundNoise` made of the counter hash.
 
-    def __init__(self, state: Tensor, lengths: Tensor) -> None:
-        self._state = state
-        self._lengths = lengths
+    Attributes:
+        row_states: ``Long[B]`` hash states of the rows' seeds, in [0, 2**32).
+        lengths: ``Long[B]`` committed logical tokens at the start of the round.
+    """
+
+    def __init__(self, row_states: Tensor, lengths: Tensor) -> None:
+        self.row_states = row_states
+        self.lengths = lengths
 
     def states(self, purpose: Purpose, slots: int) -> Tensor:
         """``Long[B, slots]`` hash states in [0, 2**32) that vocabulary ids are mixed into.
 
         ``COUPLED`` is keyed by logical position alone, every other purpose by round and slot.
         """
-        slot = torch.arange(slots, device=self._state.device)
-        state = _absorb(self._state, int(purpose))[:, None]
+        slot = torch.arange(slots, device=self.row_states.device)
+        state = _absorb(self.row_states, int(purpose))[:, None]
         if purpose == Purpose.COUPLED:
-            return _absorb(state, self._lengths[:, None] + slot)
-        return _absorb(_absorb(state, self._lengths[:, None]), slot)
+            return _absorb(state, self.lengths[:, None] + slot)
+        return _absorb(_absorb(state, self.lengths[:, None]), slot)
 
     def uniform(self, purpose: Purpose, slots: int) -> Tensor:
         """``float64[B, slots]`` in [0, 1), multiples of 2**-32."""

@@ -139,7 +139,7 @@ def prepare(scores: Tensor, proposal: Proposal, residual_mass: bool = False) -> 
         if sampled is not None:
             draft, unusable = draft_row(sampled[:, slot], proposal.draft_ids, vocab, dtype)
             draft_of = draft.gather(1, token)[:, 0]
-            one_hot = one_hot | ((draft_of == 0) & known[:, slot])  # not sampled from a law that calls it impossible
+            one_hot = one_hot | ((draft_of == 0) & known[:, slot] & ~unusable)  # cannot have been sampled from this law
             usable = usable & (one_hot | ~unusable)
             ratio = torch.where(one_hot | ~known[:, slot], target_of, target_of / draft_of)
         ratio = torch.where(usable, ratio, 0.0)

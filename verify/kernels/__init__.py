@@ -1,1 +1,79 @@
-"""TODO one line."""
+"""Fused verification and draft sampling in Triton.
+
+Nothing here is needed to use :mod:`specdiff.verify`; triton is imported when a kernel is first called. Each kernel has
+its torch twin in :mod:`specdiff.verify.kernels.twin`, which says what the kernel must compute.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from specdiff.verify.kernels.twin import inverse_ids
+
+if TYPE_CHECKING:
+    from specdiff.verify.laws import Proposal, Verdict
+    from specdiff.verify.noise import CounterNoise, Purpose
+
+__all__ = ["available", "fused_sample", "fused_verify", "inverse_ids"]
+
+
+def available() -> bool:
+    """Whether triton is installed. Running its kernels also needs a GPU or ``TRITON_INTERPRET=1``."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def fused_verify(
+    rule: str,
+    logits: Tensor,
+    proposal: Proposal,
+    noise: CounterNoise,
+    temperature: float = 1.0,
+    draft_temperature: float = 1.0,
+    inverse: Tensor | None = None,
+) -> Verdict:
+    """:func:`specdiff.verify.verify` of ``logits / temperature`` without any ``[B, K, V]`` intermediate.
+
+    Args:
+        rule: one of :data:`specdiff.verify.RULES`.
+        logits: ``[B, K+1, V]`` target logits, any float dtype and strides; -inf is impossible.
+        proposal: the drafted block. ``proposal.logits`` are divided by ``draft_temperature``.
+        noise: the round's counter noise; the same bits as in torch.
+        temperature, draft_temperature: positive.
+        inverse: ``Int[V]`` from :func:`inverse_ids`, when the draft vocabulary is pruned; made on the fly if missing.
+
+    Returns:
+        The verdict, equal to the twin's but for ties within float32 rounding.
+
+    Raises:
+        InvalidInputError, UnsupportedError: as the twin.
+    """
+    from specdiff.verify.kernels.launch import launch_verify
+
+    return launch_verify(rule, logits, proposal, noise, temperature, draft_temperature, inverse)
+
+
+def fused_sample(
+    logits: Tensor,
+    noise: CounterNoise | None,
+    purpose: Purpose,
+    temperature: float = 1.0,
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row of logits from ``softmax(logits / temperature)`` in one pass, no noise tensor written.
+
+    Args:
+        logits: ``[B, S, Vd]`` any float dtype and strides.
+        noise: the round's counter noise, or None for the argmax.
+        purpose: key of the noise: ``DRAFT``, or ``COUPLED`` for draws keyed by logical position.
+        temperature: positive.
+        ids: ``Long[Vd]`` target id of each column (also the noise's key); None where column v is id v.
+
+    Returns:
+        ``Long[B, S]`` target ids, and ``Bool[B, S]`` rows with NaN, +inf or nothing but -inf (their token is some id).
+    """
+    from specdiff.verify.kernels.launch import launch_sample
+
+    return launch_sample(logits, noise, purpose, temperature, ids)

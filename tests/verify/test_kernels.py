@@ -1,0 +1,51 @@
+"""The Triton kernels. Their cases run in a process of their own: the interpreter must be on before triton loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdiff.verify.kernels import available, inverse_ids
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(not available(), reason="triton is not installed (it is on Linux x86_64 only)")
+def test_kernels_equal_their_twins_in_the_interpreter():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        str(HERE / "kernel_cases.py"),
+    ]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    summary = run.stdout.strip().splitlines()[-1]
+    assert int(re.search(r"(\d+) passed", summary)[1]) > 100
+    assert "skipped" not in summary
+
+
+def test_triton_is_not_needed_to_import():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import specdiff.verify, specdiff.verify.kernels as k\n"
+        "import specdiff.verify.audit\n"
+        "assert 'transformers' not in sys.modules\n"
+        "assert 'specdiff.verify.kernels.launch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_inverse_ids():
+    assert inverse_ids(torch.tensor([3, 0, 9, -1]), 5).tolist() == [1, -1, -1, 0, -1]
