@@ -57,3 +57,17 @@ def model_pair():
         return load_target()
     except DownloadError as error:
         pytest.skip(f"the offline default model cannot be loaded: {error}")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random two-layer Llama with tokenizer and chat template, in a folder that ``from_pretrained`` reads."""
+    from fakewheel import write_gguf
+
+    from specdiff.hub.convert import convert_gguf
+
+    folder = tmp_path_factory.mktemp("tiny")
+    write_gguf(folder / "tiny.gguf")
+    (folder / "model").mkdir()
+    convert_gguf(folder / "tiny.gguf", folder / "model", name="tiny", card="A random model for tests.\n")
+    return folder / "model"
