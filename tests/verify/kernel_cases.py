@@ -1,11 +1,16 @@
-"""Kernels against their torch twins in Triton's interpreter; ``test_kernels.py`` runs this with TRITON_INTERPRET=1."""
+"""Kernels against their torch twins in Triton's interpreter; ``test_kernels.py`` runs this with TRITON_INTERPRET=1.
+
+The interpreter takes about half a second per call, so most of the grid is marked slow.
+"""
 
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
+from chisquare import chi_square
 
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.verify import RULES, Coupled, Delta, Noise, Proposal, Purpose, Sampled, decide, race, row_seeds
@@ -18,7 +23,13 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "test_kernels.py runs this fil
 NAN, INF = float("nan"), float("inf")
 RATIO = ("token", "block")
 SIZES = [1, 2, 31, 64, 100, 257]
-TILE = 32
+TILE = 64
+
+
+def grid(*axes, quick):
+    """The product of the axes; all but the combinations in ``quick`` are slow."""
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(*case, marks=marks[case in quick]) for case in product(*axes)]
 
 
 def noise_for(rows: int, seed: int = 0):
@@ -58,29 +69,32 @@ def test_triton_is_there():
     assert available()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("vocab", SIZES)
-@pytest.mark.parametrize("law", ["sampled", "delta", "mixed"])
-def test_sizes(rule, vocab, law):
-    for block in (1, 3):
-        scores, proposal = case(5, block, vocab, 100 * vocab + block, law)
-        expected = twin_verify(rule, scores, proposal, noise_for(5))
-        same(launch_verify(rule, scores, proposal, noise_for(5), tile=TILE), expected)
+QUICK = {(rule, vocab, law, 2) for rule in RATIO for vocab, law in ((1, "sampled"), (100, "mixed"), (64, "delta"))}
+QUICK |= {(rule, 100, "sampled", 1) for rule in RULES}
+
+
+@pytest.mark.parametrize(
+    ("rule", "vocab", "law", "block"), grid(RULES, SIZES, ("sampled", "delta", "mixed"), (1, 2, 4), quick=QUICK)
+)
+def test_sizes(rule, vocab, law, block):
+    scores, proposal = case(3, block, vocab, 100 * vocab + block, law)
+    expected = twin_verify(rule, scores, proposal, noise_for(3))
+    same(launch_verify(rule, scores, proposal, noise_for(3), tile=TILE), expected)
 
 
 @pytest.mark.parametrize("rule", RATIO)
 @pytest.mark.parametrize("law", ["sampled", "delta", "mixed"])
 def test_thresholds_lengths_and_prefix_weights(rule, law):
-    for seed in range(4):
-        scores, proposal = case(4, 4, 70, seed, law)
-        trace = trace_verify(rule, scores, proposal, noise_for(4), tile=TILE)
-        decision = decide(rule, scores, proposal)
-        assert torch.equal(trace.lengths, decision.lengths)
-        torch.testing.assert_close(trace.thresholds, decision.thresholds, atol=2e-5, rtol=2e-4)
-        inside = torch.arange(4) < decision.lengths[:, None]
-        assert (trace.thresholds[inside] > 0).any()
+    scores, proposal = case(4, 4, 70, 3, law)
+    trace = trace_verify(rule, scores, proposal, noise_for(4), tile=TILE)
+    decision = decide(rule, scores, proposal)
+    assert torch.equal(trace.lengths, decision.lengths)
+    torch.testing.assert_close(trace.thresholds, decision.thresholds, atol=2e-5, rtol=2e-4)
+    inside = torch.arange(4) < decision.lengths[:, None]
+    assert (trace.thresholds[inside] > 0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RATIO)
 def test_many_rows_agree_in_every_kind_of_outcome(rule):
     scores, proposal = case(60, 3, 40, 9)
@@ -89,17 +103,21 @@ def test_many_rows_agree_in_every_kind_of_outcome(rule):
     same(launch_verify(rule, scores, proposal, noise_for(60), tile=TILE), expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"), grid(RULES, DTYPES, quick={("block", torch.bfloat16), ("greedy", torch.bfloat16)})
+)
 def test_dtypes(rule, dtype):
-    scores, proposal = case(4, 2, 90, 5)
+    scores, proposal = case(3, 2, 90, 5)
     scores = scores.to(dtype)
     proposal = Proposal(proposal.tokens, proposal.lengths, Sampled(), proposal.logits.to(torch.bfloat16))
-    expected = twin_verify(rule, scores.float(), proposal, noise_for(4))
-    same(launch_verify(rule, scores, proposal, noise_for(4), tile=TILE), expected)
+    expected = twin_verify(rule, scores.float(), proposal, noise_for(3))
+    same(launch_verify(rule, scores, proposal, noise_for(3), tile=TILE), expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule",), grid(RULES, quick={("block",), ("coupled",)}))
 def test_strides(rule):
     scores, proposal = case(4, 2, 90, 6)
     padded = torch.full((4, 3, 200), NAN)
@@ -114,18 +132,16 @@ def test_strides(rule):
     same(launch_verify(rule, padded[..., 3:183:2], strided, noise_for(4), tile=TILE), expected)
 
 
-@pytest.mark.parametrize("rule", RATIO)
-@pytest.mark.parametrize("width", [1, 17, 60])
+@pytest.mark.parametrize(("rule", "width"), grid(RATIO, (1, 17, 60), quick={("block", 17), ("token", 17)}))
 def test_pruned_vocabulary(rule, width):
-    scores, proposal = case(6, 3, 77, width, width=width)
-    expected = twin_verify(rule, scores, proposal, noise_for(6))
-    same(launch_verify(rule, scores, proposal, noise_for(6), tile=TILE), expected)
+    scores, proposal = case(4, 3, 77, width, width=width)
+    expected = twin_verify(rule, scores, proposal, noise_for(4))
+    same(launch_verify(rule, scores, proposal, noise_for(4), tile=TILE), expected)
     inverse = inverse_ids(proposal.draft_ids, 77)
-    same(fused_verify(rule, scores, proposal, noise_for(6), inverse=inverse), expected)
+    same(fused_verify(rule, scores, proposal, noise_for(4), inverse=inverse), expected)
 
 
-@pytest.mark.parametrize("rule", RATIO)
-@pytest.mark.parametrize("width", [40, 90])
+@pytest.mark.parametrize(("rule", "width"), grid(RATIO, (40, 90), quick={("block", 40), ("token", 90)}))
 def test_b35_drafter_narrower_or_wider(rule, width):
     torch.manual_seed(width)
     scores, logits = torch.randn(4, 3, 64), torch.randn(4, 2, width)
@@ -136,8 +152,7 @@ def test_b35_drafter_narrower_or_wider(rule, width):
     same(launch_verify(rule, scores, proposal, noise_for(4), tile=TILE), expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("token", [-1, 64, 10**9])
+@pytest.mark.parametrize(("rule", "token"), grid(RULES, (-1, 64, 10**9), quick={("block", 64), ("token", -1)}))
 def test_b35_ids_outside(rule, token):
     torch.manual_seed(0)
     proposal = Proposal(torch.tensor([[token, 1]]), torch.tensor([2]), Delta())
@@ -155,9 +170,11 @@ BREAK = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("how", BREAK)
-@pytest.mark.parametrize("where", ["target", "drafter"])
+HURT = {("block", "nan", "target"), ("token", "+inf", "target"), ("block", "all -inf", "drafter")}
+HURT |= {("token", "all nan", "drafter"), ("greedy", "all nan", "target"), ("coupled", "all -inf", "target")}
+
+
+@pytest.mark.parametrize(("rule", "how", "where"), grid(RULES, BREAK, ("target", "drafter"), quick=HURT))
 def test_b15_rows_that_are_not_finite(rule, how, where):
     scores, proposal = case(5, 3, 50, 3)
     proposal.lengths[:] = torch.tensor([3, 3, 3, 2, 3])
@@ -171,7 +188,7 @@ def test_b15_rows_that_are_not_finite(rule, how, where):
     assert expected.bad[0].item() == (where == "target")
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule",), grid(RULES, quick={("block",)}))
 def test_temperature(rule):
     scores, proposal = case(5, 3, 50, 8)
     cooler = Proposal(proposal.tokens, proposal.lengths, Sampled(), proposal.logits / 1.3)
@@ -179,7 +196,7 @@ def test_temperature(rule):
     same(launch_verify(rule, scores, proposal, noise_for(5), 0.7, 1.3, tile=TILE), expected)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("rule",), grid(RULES, quick={("block",)}))
 def test_no_drafted_tokens(rule):
     scores = torch.randn(3, 1, 50)
     expected = twin_verify(rule, scores, Proposal.empty(3), noise_for(3))
@@ -204,25 +221,28 @@ def test_refusals():
             fused_sample(torch.zeros(1, 1, 4), noise_for(1), Purpose.DRAFT, value)
 
 
-@pytest.mark.parametrize("vocab", SIZES)
-@pytest.mark.parametrize("purpose", [Purpose.DRAFT, Purpose.COUPLED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SAMPLES = {(100, Purpose.DRAFT, torch.bfloat16), (257, Purpose.COUPLED, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("vocab", "purpose", "dtype"),
+    grid(SIZES, (Purpose.DRAFT, Purpose.COUPLED), (torch.float32, torch.bfloat16), quick=SAMPLES),
+)
 def test_sampling(vocab, purpose, dtype):
     """The very tokens of the twin: same bits of noise, also with ids of a pruned vocabulary and strided logits."""
     torch.manual_seed(vocab)
-    logits = (torch.randn(7, vocab, 3) * 3).to(dtype).transpose(1, 2)
+    logits = (torch.randn(3, vocab, 2) * 3).to(dtype).transpose(1, 2)
     logits = logits.masked_fill(torch.rand(logits.shape) < 0.2, -INF).index_fill(2, torch.tensor([0]), 0.1)
     for ids in (None, torch.randperm(1000)[:vocab]):
         for temperature in (1.0, 0.4):
-            got = launch_sample(logits, noise_for(7), purpose, temperature, ids, tile=TILE)
-            expected = twin_sample(logits, noise_for(7), purpose, temperature, ids)
+            got = launch_sample(logits, noise_for(3), purpose, temperature, ids, tile=TILE)
+            expected = twin_sample(logits, noise_for(3), purpose, temperature, ids)
             assert torch.equal(got[0], expected[0])
             assert torch.equal(got[1], expected[1])
 
 
+@pytest.mark.slow
 def test_sampling_has_the_law():
-    from chisquare import chi_square
-
     logits = torch.tensor([0.0, 1.0, -INF, 2.0, -1.0]).expand(3000, 1, 5)
     tokens, _ = launch_sample(logits, Noise(row_seeds(0, 3000)).round(torch.full((3000,), 4)), Purpose.DRAFT, tile=8)
     assert chi_square(torch.bincount(tokens.flatten(), minlength=5), logits[0, 0].softmax(-1)) > 1e-3

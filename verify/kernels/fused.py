@@ -232,8 +232,9 @@ def draw_tiles(
     rest = tl.where(single == 1, tl.where(columns == token, 0.0, p), tl.maximum(tl.load(scale + b) * p - q, 0.0))
     state = slot_state(tl.load(row_states + b), tl.load(round_lengths + b), 0 * kept, PURPOSE, False)
     noise = exponential(state, columns)
-    rest = tl.where(inside, rest / noise, -1.0)
-    full = tl.where(inside, p / noise, -1.0)
+    usable = inside & (p == p)
+    rest = tl.where(usable, rest / noise, -1.0)
+    full = tl.where(usable, p / noise, -1.0)
     out = b * splits + split
     tl.store(rest_value + out, tl.max(rest, axis=0))
     tl.store(rest_id + out, split * TILE + tl.argmax(rest, axis=0))
