@@ -37,6 +37,19 @@ def test_kernels_equal_their_twins_in_the_interpreter(selection, at_least):
     assert "skipped" not in summary
 
 
+@needs_triton
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu():
+    """Down to machine code for compute capability 9.0; needs no GPU."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "kernel_compile.py")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    sizes = [int(line.split()[-1]) for line in run.stdout.strip().splitlines()]
+    assert len(sizes) == 16
+    assert min(sizes) > 0
+
+
 def test_triton_is_not_needed_to_import():
     code = (
         "import sys; sys.modules['triton'] = None\n"
