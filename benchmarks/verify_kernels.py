@@ -15,13 +15,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from specdiff.verify import RULES, Delta, Noise, Proposal, Purpose, Sampled, race, row_seeds
+from specdiff.verify import RULES, Delta, Noise, Proposal, Purpose, Sampled, Verdict, race, row_seeds
 from specdiff.verify.kernels import available, fused_sample, fused_verify
 from specdiff.verify.kernels.twin import twin_sample, twin_verify
 
@@ -73,17 +74,11 @@ def measure(batch: int, block: int, vocab: int, options: argparse.Namespace, rat
     for rule in RULES:
         for proposal in (sampled, delta) if rule in ("token", "block") else (delta,):
             read = scores.nbytes + (proposal.logits.nbytes if proposal.logits is not None else 0)
+            arguments = (rule, scores, proposal, now, 0.7)
             name = f"verify {rule} {proposal.law!r}"
-            calls.append((
-                name, read,
-                lambda rule=rule, proposal=proposal: twin_verify(rule, scores, proposal, now, 0.7),
-                lambda rule=rule, proposal=proposal: fused_verify(rule, scores, proposal, now, 0.7),
-            ))  # fmt: skip
-    logits = sampled.logits
-    calls.append((
-        "sample draft", logits.nbytes,
-        lambda: twin_sample(logits, now, Purpose.DRAFT, 0.7), lambda: fused_sample(logits, now, Purpose.DRAFT, 0.7),
-    ))  # fmt: skip
+            calls.append((name, read, partial(twin_verify, *arguments), partial(fused_verify, *arguments)))
+    draw = (sampled.logits, now, Purpose.DRAFT, 0.7)
+    calls.append(("sample draft", sampled.logits.nbytes, partial(twin_sample, *draw), partial(fused_sample, *draw)))
     rows = []
     for name, read, twin, fused in calls:
         twin_time = seconds(twin, device, options.repeats, options.best)
@@ -102,10 +97,15 @@ def measure(batch: int, block: int, vocab: int, options: argparse.Namespace, rat
 
 def agree(name: str, twin: object, fused: object) -> None:
     """Stop if a kernel decided otherwise than its twin."""
-    first = twin[0] if isinstance(twin, tuple) else torch.stack([twin.accepted, twin.next_token])  # type: ignore[attr-defined]
-    second = fused[0] if isinstance(fused, tuple) else torch.stack([fused.accepted, fused.next_token])  # type: ignore[attr-defined]
-    if not torch.equal(first, second):
-        raise SystemExit(f"{name}: kernel and twin disagree: {second.tolist()} against {first.tolist()}")
+
+    def decided(result: object) -> list[torch.Tensor]:
+        if isinstance(result, Verdict):
+            return [result.accepted, result.next_token, result.bad]
+        assert isinstance(result, tuple)
+        return list(result)
+
+    if not all(torch.equal(a, b) for a, b in zip(decided(twin), decided(fused), strict=True)):
+        raise SystemExit(f"{name}: kernel and twin disagree: {fused} against {twin}")
 
 
 def main() -> None:

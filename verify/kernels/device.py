@@ -1,5 +1,6 @@
 """Device functions shared by the kernels: the counter hash and its exponentials, bit for bit as in ``noise.py``."""
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import triton

@@ -1,5 +1,6 @@
 """Sampling in one pass: every program races one tile of one row, without writing noise or probabilities."""
 
+# mypy: disallow-untyped-defs=False, check-untyped-defs=False
 from __future__ import annotations
 
 import triton
