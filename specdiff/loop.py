@@ -125,6 +125,7 @@ class Decoding:
         self.ids[:, :width] = job.ids
         self.noise = Noise(job.seeds.to(self.device))
         self.state, self.session = state, session
+        self._asked: dict[int, str | None] = {}
 
     def run(self) -> list[Row]:
         """Decode until every row has ended; returns the rows in order."""
@@ -300,12 +301,18 @@ class Decoding:
             length = self.job.ids.shape[1] + len(self.active[0].new)
             scores = warp.lockstep(self.ids[:, :length], logits[:, 0])[:, None]
             return scores, verify(rule, scores, proposal, noise)
-        prefix = self._prefix(self.active[0])
+        row, prefix = self.active[0], self._prefix(self.active[0])
 
         def score(drafts: Tensor, row_logits: Tensor) -> Tensor:
             return warp.step([torch.cat([prefix, drafts])], row_logits)
 
-        verdict, scores = verify_in_order(rule, logits, proposal, noise, score)
+        def ends(drafts: Tensor, seen: list[Tensor]) -> bool:
+            kept = (*(step[None] for step in row.scores), *seen) if self.job.keep_scores else None
+            ids = torch.cat([prefix, drafts])
+            reason = self._asked[len(ids)] = self.job.stops.check(ids[None], kept)
+            return reason is not None
+
+        verdict, scores = verify_in_order(rule, logits, proposal, noise, score, ends)
         return scores, verdict
 
     def _prefix(self, row: Row) -> Tensor:
@@ -369,6 +376,8 @@ class Decoding:
 
     def _stop(self, row: Row, token: int) -> str | None:
         stops, length = self.job.stops, self.job.ids.shape[1] + len(row.new)
+        if length in self._asked:  # slot by slot, the criteria have seen this token already
+            return self._asked.pop(length)
         if stops.quick:
             return stops.quick_check(token, length)
         kept = tuple(step[None] for step in row.scores) if self.job.keep_scores else None

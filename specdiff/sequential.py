@@ -29,9 +29,14 @@ class _ShiftedNoise:
 
 
 def verify_in_order(
-    rule: str, logits: Tensor, proposal: Proposal, noise: RoundNoise, score: Callable[[Tensor, Tensor], Tensor]
+    rule: str,
+    logits: Tensor,
+    proposal: Proposal,
+    noise: RoundNoise,
+    score: Callable[[Tensor, Tensor], Tensor],
+    ends: Callable[[Tensor, list[Tensor]], bool],
 ) -> tuple[Verdict, Tensor]:
-    """Verify one row: slot i is scored only after slot i - 1 was accepted.
+    """Verify one row: slot i is scored only after slot i - 1 was accepted and did not end the row.
 
     Args:
         rule: ``greedy``, ``token`` or ``coupled`` (``block`` needs all slots at once).
@@ -39,9 +44,12 @@ def verify_in_order(
         proposal: the drafted block of one row.
         noise: the round's noise.
         score: ``(accepted drafts Long[i], raw logits [1, V]) -> processed [1, V]``, called in order.
+        ends: ``(accepted drafts Long[i], processed scores of each) -> bool``, called once for each accepted draft:
+            whether the row ends there, so that nothing may be scored behind it.
 
     Returns:
-        The verdict, and the processed scores ``[1, n, V]`` of the slots that were reached.
+        The verdict, and the processed scores ``[1, n, V]`` of the slots that were reached. Where the row ended, the next
+        token means nothing.
     """
     length = int(proposal.lengths[0])
     drafts = proposal.tokens[0]
@@ -54,6 +62,8 @@ def verify_in_order(
         verdict = verify(rule, torch.stack([scores, torch.zeros_like(scores)], dim=1), one, _ShiftedNoise(noise, slot))
         if bool(verdict.bad[0]) or int(verdict.accepted[0]) == 0:
             return Verdict(verdict.accepted + slot, verdict.next_token, verdict.bad), torch.stack(seen, dim=1)
+        if ends(drafts[: slot + 1], seen):
+            return Verdict(verdict.accepted + slot, drafts[slot : slot + 1], verdict.bad), torch.stack(seen, dim=1)
     scores = score(drafts[:length], logits[:, length])
     seen.append(scores)
     verdict = verify(rule, scores[:, None], Proposal.empty(1, drafts.device), _ShiftedNoise(noise, length))
