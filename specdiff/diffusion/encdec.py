@@ -151,11 +151,14 @@ class EncoderDenoiser:
             seen = torch.cat([near, valid], 1)[:, None, :].expand(-1, positions.shape[1], -1)
             masks[window] = additive_mask(seen, self._dtype)
         ids = batch.ids.gather(1, positions)
-        logits = self.inner.decode(ids, positions, masks, cache, batch.conditioning, batch.conditioned).float()
-        want, _ = pack(batch.want)
+        want, want_ok = pack(batch.want)
+        rank = ((batch.open & batch.visible).long().cumsum(-1) - 1).gather(1, want).clamp(min=0)
+        conditioning = batch.conditioning
+        if conditioning is not None and want.shape != positions.shape:
+            conditioning = _among_fixed(conditioning, rank, want_ok, ids)
+        logits = self.inner.decode(ids, positions, masks, cache, conditioning, batch.conditioned).float()
         if torch.equal(want, positions):
             return logits
-        rank = ((batch.open & batch.visible).long().cumsum(-1) - 1).gather(1, want).clamp(min=0)
         return logits.gather(1, rank[..., None].expand(*rank.shape, logits.shape[-1]))
 
     def _encode(self, batch: PassInput, clean: Tensor, extent: int, cache: ScatterCache) -> None:
@@ -169,3 +172,19 @@ class EncoderDenoiser:
             near = seen if window is None else seen & (slot[None, None, :] > positions[:, :, None] - window)
             masks[window] = additive_mask(near, self._dtype)
         self.inner.encode(batch.ids.gather(1, positions), positions, masks, cache)
+
+
+def _among_fixed(conditioning: Tensor, rank: Tensor, valid: Tensor, ids: Tensor) -> Tensor:
+    """``[A, T, V]`` conditioning of a whole canvas from that of its open columns: fixed tokens are certain of themselves.
+
+    Args:
+        conditioning: ``[A, W, V]`` logits of the open columns.
+        rank: ``Long[A, W]`` their places in the canvas.
+        valid: ``Bool[A, W]``.
+        ids: ``Long[A, T]`` the canvas.
+    """
+    sure = torch.full((*ids.shape, conditioning.shape[-1]), -1e4, dtype=conditioning.dtype, device=ids.device)
+    sure.scatter_(-1, ids[..., None], 0.0)
+    row, column = valid.nonzero(as_tuple=True)
+    sure[row, rank[row, column]] = conditioning[row, column]
+    return sure

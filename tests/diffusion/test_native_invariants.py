@@ -16,8 +16,13 @@ from specdiff.errors import InvalidInputError, NumericalError, UnsupportedError
 
 BLOCK = {"attention": "block_causal", "block_size": 4, "alignment": "absolute", "convention": "sdar"}
 FAST_V2 = {
-    "attention": "block_causal", "block_size": 8, "sub_block": 4, "alignment": "absolute", "shift": 1,
-    "first_token": "ar", "convention": "sdar",
+    "attention": "block_causal",
+    "block_size": 8,
+    "sub_block": 4,
+    "alignment": "absolute",
+    "shift": 1,
+    "first_token": "ar",
+    "convention": "sdar",
 }
 CONTEXT = {"attention": "causal_context", "block_size": 5, "alignment": "prompt", "shift": 1}
 
@@ -58,7 +63,13 @@ def model():
 def test_block_one_shift_one_is_ar_greedy(model, attention, cache):
     ids, mask = left_padded([prompt(3)[0], prompt(9, 2)[0]])
     plain = model.generate(
-        ids, attention_mask=mask, max_new_tokens=11, do_sample=False, pad_token_id=PAD, eos_token_id=None, suppress_tokens=[MASK]
+        ids,
+        attention_mask=mask,
+        max_new_tokens=11,
+        do_sample=False,
+        pad_token_id=PAD,
+        eos_token_id=None,
+        suppress_tokens=[MASK],
     )
     got = lm(model, attention=attention, block_size=1, shift=1, cache=cache).generate(ids, mask, max_new_tokens=11)
     assert torch.equal(got, plain)
@@ -66,7 +77,9 @@ def test_block_one_shift_one_is_ar_greedy(model, attention, cache):
 
 def test_first_slot_after_the_anchor_is_ar_for_a_causal_context(model):
     ids = prompt(6)
-    plain = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=PAD, eos_token_id=None, suppress_tokens=[MASK])
+    plain = model.generate(
+        ids, max_new_tokens=1, do_sample=False, pad_token_id=PAD, eos_token_id=None, suppress_tokens=[MASK]
+    )
     got = lm(model, **CONTEXT, cache="block").generate(ids, max_new_tokens=10, policy="any_order", order="left")
     assert got[0, 6] == plain[0, 6]
 
@@ -104,9 +117,13 @@ def test_scatter_cache_with_everything_refreshed_is_no_cache(model):
         for cache in (Delayed(interval=1), Certainty(k=10_000)):
             assert torch.equal(dlm.generate(ids, mask, max_new_tokens=12, policy="quota", steps=6, cache=cache), plain)
         # one step a block: prefix and dual refresh all at every pass
-        whole = dlm.generate(ids, mask, max_new_tokens=12, policy="threshold", threshold=0.0, block_size=4, cache="none")
+        whole = dlm.generate(
+            ids, mask, max_new_tokens=12, policy="threshold", threshold=0.0, block_size=4, cache="none"
+        )
         for name in ("prefix", "dual"):
-            got = dlm.generate(ids, mask, max_new_tokens=12, policy="threshold", threshold=0.0, block_size=4, cache=name)
+            got = dlm.generate(
+                ids, mask, max_new_tokens=12, policy="threshold", threshold=0.0, block_size=4, cache=name
+            )
             assert torch.equal(got, whole)
 
 
@@ -274,8 +291,15 @@ def test_fixed_spans_and_prompts_never_change_and_every_step_commits(model, name
     ids[0, 2] = ids[0, 5] = MASK
     span = {3: [7, 8], -1: [9]}
     out = lm(model, **changes).generate(
-        ids, max_new_tokens=11, policy=name, temperature=0.7, seed=1, fixed=span, return_dict_in_generate=True,
-        output_trajectory=True, **options,
+        ids,
+        max_new_tokens=11,
+        policy=name,
+        temperature=0.7,
+        seed=1,
+        fixed=span,
+        return_dict_in_generate=True,
+        output_trajectory=True,
+        **options,
     )
     text = out.sequences[0]
     assert text[:6].tolist() == ids[0].tolist()
@@ -298,8 +322,13 @@ def test_b56_a_loop_without_progress_cannot_be(model, threshold, steps, policy):
     """Uniform logits: no position ever reaches the threshold."""
     options = {} if policy == "quota" else {"threshold": threshold}
     out = lm(model, convention="sdar").generate(
-        prompt(4), max_new_tokens=9, policy=policy, steps=steps, return_dict_in_generate=True,
-        logits_hook=lambda i, ids, logits, positions: torch.zeros_like(logits), **options,
+        prompt(4),
+        max_new_tokens=9,
+        policy=policy,
+        steps=steps,
+        return_dict_in_generate=True,
+        logits_hook=lambda i, ids, logits, positions: torch.zeros_like(logits),
+        **options,
     )
     assert out.stats.nfe[0] <= 9
     assert out.sequences.shape == (1, 13)
@@ -353,7 +382,8 @@ class Table:
 
 
 @pytest.mark.parametrize(
-    "name,options", [("any_order", {}), ("first_hitting", {}), ("ancestral", {"steps": 4000}), ("sequential", {"steps": 3})]
+    "name,options",
+    [("any_order", {}), ("first_hitting", {}), ("ancestral", {"steps": 4000}), ("sequential", {"steps": 3})],
 )
 def test_tabular_denoiser_gives_the_analytic_law(name, options):
     """One token at a time from exact conditionals is the joint itself, in any order."""

@@ -130,7 +130,12 @@ def test_dream_origin_law(model):
     ids, steps, rows = prompt(4), 4, 400
     dlm = lm(model, shift=1, policy="dream", convention="dream")
     out = dlm.generate(
-        ids.repeat(rows, 1), max_new_tokens=6, alg="origin", steps=steps, seed=3, return_dict_in_generate=True,
+        ids.repeat(rows, 1),
+        max_new_tokens=6,
+        alg="origin",
+        steps=steps,
+        seed=3,
+        return_dict_in_generate=True,
         output_trajectory=True,
     )
     first = out.trajectory[0][1].logical_not().sum(-1)
@@ -140,8 +145,16 @@ def test_dream_origin_law(model):
     for i in range(steps):
         c = 1.0 if i == steps - 1 else float(1 - grid[i + 1] / grid[i])
         for k in range(1, 7):
-            law[k] += alive * torch.exp(torch.special.gammaln(torch.tensor(7.0)) - torch.special.gammaln(
-                torch.tensor(k + 1.0)) - torch.special.gammaln(torch.tensor(7.0 - k))).double() * c**k * (1 - c) ** (6 - k)
+            law[k] += (
+                alive
+                * torch.exp(
+                    torch.special.gammaln(torch.tensor(7.0))
+                    - torch.special.gammaln(torch.tensor(k + 1.0))
+                    - torch.special.gammaln(torch.tensor(7.0 - k))
+                ).double()
+                * c**k
+                * (1 - c) ** (6 - k)
+            )
         alive *= (1 - c) ** 6
     seen = torch.bincount(first, minlength=7).double()
     chi = ((seen[1:] - rows * law[1:]) ** 2 / (rows * law[1:]).clamp(min=1e-9))[rows * law[1:] > 4].sum()
@@ -154,7 +167,8 @@ def test_dream_filters_in_order():
     """top-p before top-k for Dream, top-k before top-p for SDAR: the kept sets differ."""
     logits = torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log()
     kept = {
-        c: torch.isfinite(draw(logits, Sampling(0.0, 2, 0.55, c), None, None)[1]).sum().item() for c in ("dream", "sdar")
+        c: torch.isfinite(draw(logits, Sampling(0.0, 2, 0.55, c), None, None)[1]).sum().item()
+        for c in ("dream", "sdar")
     }
     assert kept == {"dream": 2, "sdar": 1}
 
@@ -301,7 +315,13 @@ def test_llada21_editing(model, tau, tau_edit):
     want, edited, longest = llada21(block_net(model, size), ids[0], 14, size, 8, tau, tau_edit)
     dlm = lm(model, attention="block_causal", block_size=size, alignment="absolute", convention="sdar", cache="block")
     out = dlm.generate(
-        ids, max_new_tokens=14, policy="edit", steps=8, threshold=tau, edit_threshold=tau_edit, return_dict_in_generate=True
+        ids,
+        max_new_tokens=14,
+        policy="edit",
+        steps=8,
+        threshold=tau,
+        edit_threshold=tau_edit,
+        return_dict_in_generate=True,
     )
     assert out.sequences[0].tolist() == want.tolist()
     assert out.sequences[0, :6].tolist() == ids[0].tolist()
@@ -345,8 +365,16 @@ def test_fast_dllm_v2(model, length, tau):
     want = fast_v2(block_net(model, 8), ids[0], 17, 8, 4, tau)
     for cache in ("none", "block"):
         dlm = lm(
-            model, attention="block_causal", block_size=8, sub_block=4, alignment="absolute", shift=1, first_token="ar",
-            convention="sdar", cache=cache, policy="sub_block",
+            model,
+            attention="block_causal",
+            block_size=8,
+            sub_block=4,
+            alignment="absolute",
+            shift=1,
+            first_token="ar",
+            convention="sdar",
+            cache=cache,
+            policy="sub_block",
         )
         got = dlm.generate(ids, max_new_tokens=17, threshold=tau)
         assert got[0].tolist() == want.tolist(), cache
@@ -356,7 +384,11 @@ def test_bd3lm_first_hitting_decides_one_at_a_time_in_uniform_order(model):
     rows, size = 600, 3
     dlm = lm(model, attention="block_causal", block_size=size, alignment="absolute", cache="block")
     out = dlm.generate(
-        prompt(3).repeat(rows, 1), max_new_tokens=size, policy="first_hitting", seed=5, return_dict_in_generate=True,
+        prompt(3).repeat(rows, 1),
+        max_new_tokens=size,
+        policy="first_hitting",
+        seed=5,
+        return_dict_in_generate=True,
         output_trajectory=True,
     )
     assert out.stats.nfe == [size] * rows
@@ -388,9 +420,7 @@ def mask_predict(net, ids, new, steps):
 @pytest.mark.parametrize("steps", [1, 3, 6, 12])
 def test_mask_predict(model, steps):
     ids = prompt(5)
-    out = lm(model).generate(
-        ids, max_new_tokens=NEW, policy="mask_predict", steps=steps, return_dict_in_generate=True
-    )
+    out = lm(model).generate(ids, max_new_tokens=NEW, policy="mask_predict", steps=steps, return_dict_in_generate=True)
     assert out.sequences[0].tolist() == mask_predict(full_net(model), ids[0], NEW, steps).tolist()
     assert out.stats.nfe == [steps]
 
@@ -420,7 +450,12 @@ def test_stable_skip(model):
     for patience in (1, 2, float("inf")):
         want, passes = oracle(full_net(model), ids[0], NEW, 0.95, patience)
         out = lm(model).generate(
-            ids, max_new_tokens=NEW, policy="stable_skip", threshold=0.95, patience=patience, return_dict_in_generate=True
+            ids,
+            max_new_tokens=NEW,
+            policy="stable_skip",
+            threshold=0.95,
+            patience=patience,
+            return_dict_in_generate=True,
         )
         assert out.sequences[0].tolist() == want.tolist()
         assert out.stats.nfe == [passes]
@@ -437,12 +472,12 @@ def test_apd_lossy(model):
     dlm = lm(model)
 
     def run(mix):
-        return dlm.generate(
-            ids, max_new_tokens=NEW, policy="apd_lossy", mix=mix, ar=ar, return_dict_in_generate=True
-        )
+        return dlm.generate(ids, max_new_tokens=NEW, policy="apd_lossy", mix=mix, ar=ar, return_dict_in_generate=True)
 
     assert run(1.0).stats.nfe == [1]
-    plain = ar.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, suppress_tokens=[MASK])
+    plain = ar.generate(
+        ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, suppress_tokens=[MASK]
+    )
     assert torch.equal(run(0.0).sequences, plain)
 
     x, net = torch.cat([ids[0], torch.full((NEW,), MASK)]), full_net(model)
@@ -466,7 +501,12 @@ def test_apd_lossy(model):
 @pytest.mark.parametrize("order", ["left", "right", "random"])
 def test_any_order(model, order):
     out = lm(model).generate(
-        prompt(5), max_new_tokens=6, policy="any_order", order=order, seed=2, return_dict_in_generate=True,
+        prompt(5),
+        max_new_tokens=6,
+        policy="any_order",
+        order=order,
+        seed=2,
+        return_dict_in_generate=True,
         output_trajectory=True,
     )
     left = torch.stack([noisy[0] for _, noisy in out.trajectory])
@@ -480,7 +520,9 @@ def test_any_order(model, order):
 
 def test_ar_mixing_share_one_is_ar(model):
     ids = prompt(5)
-    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, suppress_tokens=[MASK])
+    plain = model.generate(
+        ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, suppress_tokens=[MASK]
+    )
     dlm = lm(model, shift=1, attention="causal", block_size=6, cache="block")
     for threshold in (0.0, 0.9):
         got = dlm.generate(ids, max_new_tokens=NEW, policy="mixed", share=1.0, threshold=threshold)
