@@ -13,7 +13,8 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from specdiff.call import OWN_ARGUMENTS, Bound, checked_rule
 from specdiff.drafters.base import Drafter
-from specdiff.errors import InvalidInputError
+from specdiff.errors import InvalidInputError, UnsupportedError
+from specdiff.fast.target import FastTarget
 from specdiff.session import Session
 from specdiff.settings import check_call
 from specdiff.stats import SpecDiffOutput
@@ -54,6 +55,14 @@ class SpecDiff:
         self.fast = fast
         self.target: Target = Target(ar)
         self.notes: list[str] = [note] if (note := self.target.serving.note) else []
+        self.fast_target: FastTarget | None = None
+        if fast != "off":
+            try:
+                self.fast_target = FastTarget(ar)
+            except UnsupportedError as error:
+                if fast == "on":
+                    raise
+                self.notes.append(str(error))
         if isinstance(drafter, (str, os.PathLike)):
             from specdiff.hub import load_drafter
 
@@ -183,12 +192,27 @@ class SpecDiff:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
+    def target_for(self, capacity: int) -> tuple[Target, str | None]:
+        """The target path for a request of ``capacity`` columns per row, and why it is not the fast one (None if it is).
+
+        Raises:
+            UnsupportedError: ``fast="on"`` and the request does not fit the fast path.
+        """
+        if self.fast_target is None:
+            return self.target, None  # said once in self.notes, or switched off
+        why = self.fast_target.refuses(capacity)
+        if why is None:
+            return self.fast_target, None
+        if self.fast == "on":
+            raise UnsupportedError(f"fast='on', but {why}; use fast='auto' or fast='off'")
+        return self.target, f"general path: {why}"
+
     def checked_block(self, block_size: int | None) -> int:
         """``block_size`` if this drafter can serve it; the drafter's own for None."""
         largest = self.drafter.block_size if self.drafter is not None else 0
         if block_size is None:
             return largest
-        if not isinstance(block_size, int) or block_size < 0:
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 0:
             raise InvalidInputError(f"block_size counts drafted tokens and must be an int >= 0, got {block_size!r}")
         if self.drafter is None and block_size:
             raise InvalidInputError("block_size needs a drafter; without one specdiff decodes one token per pass")
