@@ -80,7 +80,10 @@ class Bound:
         owner = self.owner
         if self.resume is not None:
             return self.resume.run(job)
-        decoding = Decoding(job, owner.target, owner.drafter)
+        target, note = owner.target_for(job.capacity)
+        if note is not None:
+            job.stats.notes.append(note)
+        decoding = Decoding(job, target, owner.drafter)
         try:
             return decoding.run()
         finally:

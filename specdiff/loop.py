@@ -58,6 +58,11 @@ class Job:
     keep_logits: bool = False
     stats: GenerationStats = field(default_factory=GenerationStats)
 
+    @property
+    def capacity(self) -> int:
+        """Cache columns that one row may need."""
+        return self.ids.shape[1] - min(self.pads) + self.max_new + self.block_size + 1
+
 
 @dataclass
 class Row:
@@ -151,7 +156,7 @@ class Decoding:
 
     def _open(self) -> None:
         job, batch = self.job, len(self.rows)
-        capacity = max(row.prompt for row in self.rows) + job.max_new + job.block_size + 1
+        capacity = job.capacity
         if self.state is None:
             taps = tuple(self.drafter.taps) if self.drafter is not None else ()
             self.state = self.target.open(batch, capacity, taps)

@@ -26,6 +26,7 @@ class Session:
     def __init__(self, owner: SpecDiff) -> None:
         self.owner = owner
         self.cached: list[int] = []
+        self.target = owner.target
         self.state: TargetState | None = None
         self.draft: DraftSession | None = None
 
@@ -43,12 +44,18 @@ class Session:
             if old != new:
                 break
             same += 1
+        target, note = self.owner.target_for(job.capacity)
+        if note is not None:
+            job.stats.notes.append(note)
+        if target is not self.target or (self.state is not None and not target.current(self.state)):
+            self.close()  # another path's cache, or that of weights since changed: everything is computed again
+            self.target = target
         if self.state is not None:
             self.state.rollback([same])
             kept = list(self.state.lengths)  # fewer than asked where a state cannot go back: it is computed again
             if self.draft is not None:
                 self.draft.rollback(torch.tensor(kept, device=self.owner.device))
-        decoding = Decoding(job, self.owner.target, self.owner.drafter, self.state, self.draft, keep_rows=True)
+        decoding = Decoding(job, target, self.owner.drafter, self.state, self.draft, keep_rows=True)
         try:
             rows = decoding.run()
         except BaseException:

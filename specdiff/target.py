@@ -76,8 +76,8 @@ class Target:
             raise UnsupportedError(f"{type(model).__name__} cannot be a target: {why}")
         self.model = model
         text = model.config.get_text_config()
-        self.hidden_size: int = text.hidden_size
-        self.num_layers: int = text.num_hidden_layers
+        self.hidden_size: int = getattr(text, "hidden_size", 0)
+        self.num_layers: int = getattr(text, "num_hidden_layers", 0)
         self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self.call = ModelCall(model)
@@ -111,6 +111,10 @@ class Target:
     def whole_prefill(self) -> bool:
         """Whether a prompt should go in as one pass, since every later pass runs token by token."""
         return self.serving.stepwise
+
+    def current(self, state: TargetState) -> bool:
+        """Whether ``state``, opened here earlier, still belongs to the model as it is now."""
+        return True
 
     def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> RaggedState | GroupedState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""

@@ -193,7 +193,7 @@ class SpecDiff:
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def target_for(self, capacity: int) -> tuple[Target, str | None]:
-        """The target path for a request of ``capacity`` columns per row, and why it is not the fast one (None if it is).
+        """The target path for a request of ``capacity`` columns per row, and why it is not the fast one, if not.
 
         Raises:
             UnsupportedError: ``fast="on"`` and the request does not fit the fast path.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specdiff.errors import UnsupportedError
 from specdiff.fast.packed import PackedModel, pack_model
 from specdiff.fast.recognise import NotRecognisedError, interferes, recognise
 from specdiff.fast.state import FastState
-from specdiff.target import Target
+from specdiff.target import Target, TargetState
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class FastTarget(Target):
                 self._seen = seen
             return self._packed
 
+    def current(self, state: TargetState) -> bool:
+        """Whether ``state`` runs on the weights as they are now."""
+        return isinstance(state, FastState) and state.model is self.packed()
+
     def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> FastState:  # type: ignore[override]
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns.
 
@@ -113,7 +118,9 @@ def _checked(model: PreTrainedModel) -> PackedModel:
         UnsupportedError: with the reason.
     """
     try:
-        packed = pack_model(recognise(model))
+        parts = recognise(model)
+        _check_memory(model)
+        packed = pack_model(parts)
         difference, size = compare(model, packed)
     except NotRecognisedError as error:
         raise UnsupportedError(f"no fast path for {type(model).__name__}: {error}") from None
@@ -124,6 +131,20 @@ def _checked(model: PreTrainedModel) -> PackedModel:
         )
     log.info("fast path for %s: kernels %s, logits within %.2g", type(model).__name__, packed.kernels, difference)
     return packed
+
+
+def _check_memory(model: PreTrainedModel) -> None:
+    """Leave the fast path alone when packed copies would take most of what is free (known on Linux only)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if needed > free // 2:
+        raise NotRecognisedError(
+            f"its packed weights may take {needed / 1e9:.1f} GB and only {free / 1e9:.1f} GB of memory are free"
+        )
 
 
 def compare(model: PreTrainedModel, packed: PackedModel) -> tuple[float, float]:
