@@ -18,6 +18,8 @@ from specdiff.wrap import SpecDiff
 
 INPUTS = (1, 2, 4, 8, 16, 24)
 REPEATS = 9
+BUDGET = 3.0
+"""Seconds after which no more than ``REPEATS`` are made; quick passes are repeated up to ten times as often."""
 
 
 @dataclass
@@ -89,6 +91,7 @@ def measure_cost(
     context: int = 192,
     batch_size: int = 1,
     repeats: int = REPEATS,
+    budget: float = BUDGET,
     seed: int = 0,
 ) -> CostCurve:
     """Measure passes of target and drafter on random ids, sizes interleaved, medians over ``repeats``.
@@ -99,7 +102,8 @@ def measure_cost(
         inputs: numbers of inputs per row.
         context: committed tokens before each pass.
         batch_size: rows.
-        repeats: measurements per size, one more is thrown away.
+        repeats: least measurements per size, one more is thrown away; quick passes get up to ten times as many.
+        budget: seconds that quick passes may take beyond that, per curve.
         seed: of the random ids.
     """
     target = wrapped.target if target is None else target
@@ -123,7 +127,7 @@ def measure_cost(
             def target_pass(size: int) -> None:
                 state.forward(ids[:, context : context + size], torch.full((batch_size,), size, device=device))
 
-            curve = _medians(target_pass, wanted, repeats, device)
+            curve = _medians(target_pass, wanted, repeats, budget, device)
             if drafter is None:
                 return CostCurve(context, batch_size, target.name, curve, {}, 0)
             request = DraftRequest(
@@ -148,17 +152,24 @@ def measure_cost(
                     session.rollback(base)
 
                 sizes = sorted({n for n in inputs if n <= block} | {block})
-                return CostCurve(context, batch_size, target.name, curve, _medians(draft, sizes, repeats, device), block)
+                return CostCurve(
+                    context, batch_size, target.name, curve, _medians(draft, sizes, repeats, budget, device), block
+                )
             finally:
                 session.close()
         finally:
             state.close()
 
 
-def _medians(call: Callable[[int], None], sizes: Sequence[int], repeats: int, device: torch.device) -> dict[int, float]:
+def _medians(
+    call: Callable[[int], None], sizes: Sequence[int], repeats: int, budget: float, device: torch.device
+) -> dict[int, float]:
     """Median seconds of ``call(size)``; each size twice in a row, the second one timed."""
     times: dict[int, list[float]] = {size: [] for size in sizes}
-    for turn in range(repeats + 1):
+    start = time.perf_counter()
+    for turn in range(10 * repeats + 1):
+        if turn > repeats and time.perf_counter() - start >= budget:
+            break
         for size in sizes:
             call(size)  # the same shape just before: caches hold what a running loop would find
             synchronise(device)

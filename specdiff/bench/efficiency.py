@@ -53,14 +53,21 @@ def engine_efficiency(
             base = arm(sample.ids, max_new_tokens, 0)
             if run.speed is None or base.speed is None or run.tau is None:
                 continue
-            cost = measure_cost(wrapped, target, inputs=(1, BLOCK + 1), context=sample.ids[0].numel() + len(text[0]) // 2, repeats=5)
+            cost = measure_cost(
+                wrapped,
+                target,
+                inputs=(1, BLOCK + 1),
+                context=sample.ids[0].numel() + len(text[0]) // 2,
+                repeats=5,
+                budget=1.0,
+            )
             needed = cost.break_even()
             assert needed is not None
             speed_up, possible = run.speed / base.speed, run.tau / needed
             for name, value in zip(found, (run.tau, speed_up, possible, speed_up / possible), strict=True):
                 found[name].append(value)
         if found["tau"]:
-            rows.append({name: statistics.median(values) for name, values in found.items()} | {"texts": len(found["tau"])})
+            rows.append(
+                {name: statistics.median(values) for name, values in found.items()} | {"texts": len(found["tau"])}
+            )
     return rows
-
-

@@ -227,7 +227,11 @@ def greedy_check(
     if len(names) != len(prompts) or (references is not None and len(references) != len(prompts)):
         raise InvalidInputError("prompts, names and references must be as many as each other")
     margin = tie_margin_of(model.dtype) if tie_margin is None else tie_margin
-    known = reference_texts(model, prompts, max_new_tokens, progress) if references is None else [list(r) for r in references]
+    known = (
+        reference_texts(model, prompts, max_new_tokens, progress)
+        if references is None
+        else [list(r) for r in references]
+    )
     build = drafter if callable(drafter) and not isinstance(drafter, Drafter) else None
     fixed = None if build is not None else SpecDiff(model, drafter, block_size=block_size, fast=fast)  # type: ignore[arg-type]
     report = GreedyReport(str(model.dtype).removeprefix("torch."), max_new_tokens, margin, [])

@@ -22,7 +22,7 @@ from specdiff.errors import InvalidInputError
 from specdiff.stats import SpecDiffOutput
 from specdiff.wrap import SpecDiff
 
-MAX_CELLS = 200_000
+MAX_CELLS = 50_000
 """Most texts that are enumerated."""
 
 Law = dict[tuple[int, ...], float]
@@ -96,7 +96,12 @@ def prepared(model: PreTrainedModel, ids: Tensor, **sampling: Any) -> tuple[Any,
     """
 
     def catch(
-        model: PreTrainedModel, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **_: Any,
     ) -> Any:
         raise _Captured(logits_processor, generation_config)
 
@@ -181,8 +186,17 @@ def law_tests(law: Law, drawn: Sequence[tuple[int, ...]], tokens: int, *, level:
 
 
 def draw_texts(
-    wrapped: SpecDiff, prompt: Tensor, tokens: int, draws: int, *, rows: int, seed: int | None, rule: str, block_size: int,
-    progress: Progress | None = None, **sampling: Any,
+    wrapped: SpecDiff,
+    prompt: Tensor,
+    tokens: int,
+    draws: int,
+    *,
+    rows: int,
+    seed: int | None,
+    rule: str,
+    block_size: int,
+    progress: Progress | None = None,
+    **sampling: Any,
 ) -> tuple[list[tuple[int, ...]], list[SpecDiffOutput]]:
     """Sample ``draws`` texts, ``rows`` at a time, every row with its own seed."""
     texts: list[tuple[int, ...]] = []

@@ -88,7 +88,9 @@ def _parse(line: str, where: str, number: int) -> Prompt:
     elif "prompt" in entry:
         text = entry["prompt"]
     else:
-        raise InvalidInputError(f'{where}: neither "turns" nor "prompt" given (keys: {", ".join(map(str, entry)) or "none"})')
+        raise InvalidInputError(
+            f'{where}: neither "turns" nor "prompt" given (keys: {", ".join(map(str, entry)) or "none"})'
+        )
     if not isinstance(text, str) or not text.strip():
         raise InvalidInputError(f"{where}: the prompt must be a non-empty string")
     return Prompt(id=str(entry.get("id", f"line-{number}")), set=str(entry.get("set", DEFAULT_SET)), text=text)
@@ -122,7 +124,9 @@ def encode(tokenizer: Any, text: str, *, raw: bool = False) -> Tensor:
         ids = tokenizer(text)["input_ids"]
     else:
         chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
     if not ids:
         raise InvalidInputError(f"the tokenizer made no tokens of the prompt {text!r}")
     return torch.tensor(ids, dtype=torch.long)

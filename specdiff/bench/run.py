@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdiff.bench.arms import HF, HF_LOOKUP, PLAIN, SPECDIFF, Arm, specdiff_arm, transformers_arm
-from specdiff.bench.cost import measure_cost
+from specdiff.bench.cost import BUDGET, measure_cost
 from specdiff.bench.efficiency import engine_efficiency
 from specdiff.bench.equality import compare_texts
 from specdiff.bench.measure import Sample, batches, measure
@@ -45,6 +45,7 @@ class BenchOptions:
         efficiency: measure the engine with replayed texts.
         raw: prompts without the chat template.
         context: committed tokens of the cost curve.
+        cost_seconds: time for repeating quick passes of the cost curve.
         texts: keep the texts in the report.
     """
 
@@ -58,6 +59,7 @@ class BenchOptions:
     efficiency: bool = False
     raw: bool = False
     context: int = 192
+    cost_seconds: float = BUDGET
     texts: bool = False
 
 
@@ -97,7 +99,14 @@ def run_bench(
     target = target_in_use(wrapped, samples)
     if tell is not None:
         tell("cost curve", 0, 1)
-    cost = measure_cost(wrapped, target, context=options.context, batch_size=options.batch_size, seed=options.seed)
+    cost = measure_cost(
+        wrapped,
+        target,
+        context=options.context,
+        batch_size=options.batch_size,
+        budget=options.cost_seconds,
+        seed=options.seed,
+    )
     notes = []
     equality: dict[str, Any] | None = None
     if options.temperature == 0:

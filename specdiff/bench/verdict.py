@@ -71,11 +71,12 @@ def verdict(
                 f"{best['tau']:.2f} at a break-even of {best['break_even_tau']:.2f}. Try --block-size {best['block_size']}."
             )
         elif not rates or best["expected_ratio"] <= 1:
-            reasons.append("No block length of this drafter is expected to pay here; a drafter with a higher tau might.")
+            reasons.append(
+                "No block length of this drafter is expected to pay here; a drafter with a higher tau might."
+            )
     if kernels is not None and whole is not None and use is not True and kernels > CLEAR_GAIN:
         reasons.append(
-            f"specdiff's plain decoding (drafter None) is still {kernels:.2f} times as fast as transformers generate: "
-            "use that."
+            f"Without a drafter specdiff is still {kernels:.2f} times as fast as transformers generate: use it so."
         )
     if equality is not None and not equality["passed"]:
         headline = "Do not use it here: the texts are not those of transformers generate. Please report this."

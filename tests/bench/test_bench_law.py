@@ -50,10 +50,10 @@ def test_stated_power_is_reached_by_the_least_visible_bias():
     biased = law * (1 + 2 * variation * torch.tensor([1.0, -1.0]).repeat(cells // 2))
     generator = torch.Generator().manual_seed(1)
     found = 0
-    for _ in range(300):
+    for _ in range(200):
         counts = torch.bincount(torch.multinomial(biased, draws, True, generator=generator), minlength=cells)
         found += fit_test("x", counts.tolist(), law.tolist()).p_value < alpha
-    assert 0.84 < found / 300 < 0.96
+    assert 0.84 < found / 200 < 0.96
 
 
 def test_fit_test_level_and_merging():
@@ -99,11 +99,10 @@ def _b09(rule, name, block, vocab, draws):
     assert report.joint.freedom >= 4
 
 
-@pytest.mark.parametrize("name", ["temperature 2", "all"])
 @pytest.mark.parametrize("rule", RULES)
-def test_b09_filters_over_rounds(rule, name):
+def test_b09_all_filters_over_rounds(rule):
     """B09: q is what was sampled from after the filters; the first token and the token after a rejection included."""
-    _b09(rule, name, block=2, vocab=5, draws=2000)
+    _b09(rule, "all", block=2, vocab=5, draws=1500)
 
 
 @pytest.mark.slow
@@ -181,7 +180,7 @@ def test_a_drafter_that_misstates_its_law_is_found(rule):
 
 def test_end_token_within_rounds():
     model = tiny_llama(5, eos=3)
-    report = chi_square_check(model, RandomDrafter(5, 3), PROMPT, draws=2000, rows=1000, level=LEVEL, temperature=1.0)
+    report = chi_square_check(model, RandomDrafter(5, 3), PROMPT, draws=1000, rows=1000, level=LEVEL, temperature=1.0)
     assert report.passed, report
 
 
