@@ -504,7 +504,7 @@ class Liar:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_audit_finds_a_drafter_that_lies_about_its_law(rule, tiny, capsys, monkeypatch):
-    monkeypatch.setattr("specdiff.hub.load_drafter", lambda name, target=None: Liar(target))
+    monkeypatch.setattr("specdiff.hub.load_drafter", lambda name, target=None, **options: Liar(target))
     options = ["--only", "sampling", "--rules", rule, "--draws", "300", "--json"]
     assert run_main(["audit", *options, *tiny]) == 1
     report = json.loads(capsys.readouterr().out)

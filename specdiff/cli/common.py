@@ -177,6 +177,9 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     return model.to(device), tokenizer
 
 
+_DRAFTER_OPTIONS = ("cache_dir", "local_files_only", "token")
+
+
 def load_pair(args: argparse.Namespace) -> Pair:
     """Load what the options name and wrap it."""
     from specdiff import SpecDiff
@@ -190,7 +193,8 @@ def load_pair(args: argparse.Namespace) -> Pair:
         name = DEFAULT_DRAFTER if args.target is None else "lookup"
         if name == "lookup":
             logger.warning("no --drafter given for %s: drafting by prompt lookup", args.target)
-    drafter = None if name == "none" else load_drafter(name, target=model)
+    options = {key: value for key, value in target_options(args).items() if key in _DRAFTER_OPTIONS}
+    drafter = None if name == "none" else load_drafter(name, target=model, **options)
     wrapped = SpecDiff(model, drafter, tokenizer=tokenizer, block_size=args.block_size, fast=args.fast)
     return Pair(wrapped, model, tokenizer, drafter, name)
 

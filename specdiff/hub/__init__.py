@@ -74,7 +74,7 @@ def load_target(
 
 
 def load_drafter(
-    path_or_zoo_name: str | PathLike[str] | None = None, *, target: PreTrainedModel | None = None
+    path_or_zoo_name: str | PathLike[str] | None = None, *, target: PreTrainedModel | None = None, **options: Any
 ) -> Drafter:
     """Load a drafter and bind it to its target.
 
@@ -82,6 +82,8 @@ def load_drafter(
         path_or_zoo_name: a folder, a hub id, a name of the zoo, ``"lookup"`` (prompt lookup, no weights), or None for
             the drafter of the offline default target.
         target: the model it will draft for. Drafters that use the target's embeddings or head need it.
+        **options: ``dtype``, and the options about where files come from, as in transformers (``cache_dir``,
+            ``local_files_only``, ``revision``, ``token``).
 
     Raises:
         UnsupportedError: the drafter does not fit this target, or needs one.
@@ -89,4 +91,4 @@ def load_drafter(
     """
     from specdiff.drafters.loading import load
 
-    return load(DEFAULT_DRAFTER if path_or_zoo_name is None else path_or_zoo_name, target)
+    return load(DEFAULT_DRAFTER if path_or_zoo_name is None else path_or_zoo_name, target, **options)
