@@ -1,0 +1,161 @@
+"""Two drafters in one: prompt lookup where its match is long and has been paying off, another drafter elsewhere.
+
+The choice is made per row and round, before anything is drawn, from match lengths and from how many tokens each source
+had accepted in earlier rounds; so the chosen drafter's law stays what it says. Lookup's tokens are marked in
+``Proposal.delta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, as_limits
+from specdiff.drafters.lookup import LookupSession, PromptLookup
+from specdiff.errors import InvalidInputError
+from specdiff.verify.laws import Delta, Proposal, Sampled
+from specdiff.verify.noise import RoundNoise
+
+MEMORY = 0.8
+"""How much of the running averages survives each round."""
+TRUST = 3.0
+"""Accepted tokens that a match of sufficient length is expected to bring before anything is known."""
+
+
+class CombinedDrafter:
+    """Prompt lookup beside another drafter.
+
+    Args:
+        drafter: who drafts where there is nothing to copy.
+        lookup: the copier (default: blocks as long as the drafter's, at least 8).
+        match: shortest match that lets the copier draft.
+    """
+
+    def __init__(self, drafter: Drafter, lookup: PromptLookup | None = None, match: int = 4) -> None:
+        if match < 1:
+            raise InvalidInputError(f"match must be at least 1, not {match}")
+        self.drafter, self.match = drafter, match
+        self.lookup = lookup or PromptLookup(block_size=max(8, drafter.block_size))
+        self.block_size = max(drafter.block_size, self.lookup.block_size)
+        self.taps: Sequence[int] = tuple(drafter.taps)
+
+    def start(self, request: DraftRequest) -> CombinedSession:
+        """Open the state for one call of ``generate``."""
+        return CombinedSession(self, request)
+
+
+@dataclass
+class Record:
+    """What one row's rounds brought, as running averages of accepted tokens by source."""
+
+    copied: float = TRUST
+    drafted: float = 1.0
+    source: str = field(default="")
+
+    def settle(self, accepted: int) -> None:
+        """Book a round's accepted tokens to the source that drafted it."""
+        if self.source == "copied":
+            self.copied = MEMORY * self.copied + (1 - MEMORY) * accepted
+        elif self.source == "drafted":
+            self.drafted = MEMORY * self.drafted + (1 - MEMORY) * accepted
+            self.copied = max(self.copied, MEMORY * self.copied + (1 - MEMORY) * TRUST)  # forgive, slowly
+        self.source = ""
+
+
+class CombinedSession:
+    """Both sessions, and a :class:`Record` for every row."""
+
+    def __init__(self, owner: CombinedDrafter, request: DraftRequest) -> None:
+        self._owner = owner
+        self._request = request
+        self._lookup = LookupSession(owner.lookup, request)
+        self._inner: DraftSession = owner.drafter.start(request)
+        self._records = [Record() for _ in range(request.batch_size)]
+
+    @property
+    def request(self) -> DraftRequest:
+        """The request in force; both inner sessions follow it."""
+        return self._request
+
+    @request.setter
+    def request(self, request: DraftRequest) -> None:
+        self._request = request
+        self._lookup.request = request
+        self._inner.request = request
+
+    def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
+        """Copied tokens for rows with a promising match, the drafter's own for the others."""
+        limits = as_limits(limits, self._owner.block_size)
+        found = self._lookup.matches(anchor)
+        copy = [
+            length >= self._owner.match and record.copied >= record.drafted
+            for (length, _), record in zip(found, self._records, strict=True)
+        ]
+        for record, copied in zip(self._records, copy, strict=True):
+            record.source = "copied" if copied else "drafted"
+        if all(copy):
+            return self._lookup.propose(anchor, limits, noise)
+        chosen = torch.tensor(copy, device=anchor.device)
+        drafts = self._inner.propose(anchor, torch.where(chosen, 0, limits), noise)
+        return merge(drafts, [tokens for _, tokens in found], chosen, limits)
+
+    def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
+        """Pass on, and book what the last round brought."""
+        self._lookup.commit(tokens, counts, taps)
+        self._inner.commit(tokens, counts, taps)
+        for record, count in zip(self._records, counts.tolist(), strict=True):
+            record.settle(max(count - 1, 0))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep ``rows``, in that order."""
+        self._lookup.select(rows)
+        self._inner.select(rows)
+        self._records = [self._records[r] for r in rows.tolist()]
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Forget tokens past ``lengths``."""
+        self._lookup.rollback(lengths)
+        self._inner.rollback(lengths)
+        for record in self._records:
+            record.source = ""
+
+    def close(self) -> None:
+        """Close both sessions."""
+        self._lookup.close()
+        self._inner.close()
+
+
+def merge(drafts: Proposal, copies: Sequence[Sequence[int]], chosen: Tensor, limits: Tensor) -> Proposal:
+    """One proposal of two: rows where ``chosen``: ``Bool[B]`` take their copy, as ``Delta``.
+
+    Args:
+        drafts: the drafter's proposal.
+        copies: copied tokens by row.
+        chosen: which rows copy.
+        limits: ``Long[B]`` most tokens per row.
+    """
+    copied = torch.tensor([len(c) for c in copies], device=limits.device)
+    lengths = torch.where(chosen, torch.minimum(limits, copied), drafts.lengths)
+    width = int(lengths.max())
+    table = [list(c[:width]) + [0] * (width - len(c[:width])) for c in copies]
+    rows = torch.tensor(table, dtype=torch.long, device=limits.device).view(len(copies), width)
+
+    def fit(value: Tensor) -> Tensor:
+        extra = width - value.shape[1]
+        if extra <= 0:
+            return value[:, :width]
+        return torch.cat([value, value.new_zeros(value.shape[0], extra, *value.shape[2:])], 1)
+
+    tokens = torch.where(chosen[:, None], rows, fit(drafts.tokens))
+    if drafts.law == Delta():
+        return Proposal(tokens, lengths, Delta())
+    delta: Tensor | None = None
+    if drafts.law == Sampled():
+        own = torch.zeros_like(tokens, dtype=torch.bool) if drafts.delta is None else fit(drafts.delta)
+        delta = own | chosen[:, None]
+    logits = None if drafts.logits is None else fit(drafts.logits)
+    written = None if drafts.written is None else fit(drafts.written)
+    return Proposal(tokens, lengths, drafts.law, logits, drafts.draft_ids, written, delta)

@@ -1,0 +1,144 @@
+"""One request's state of a DFlash-type drafter, and how its blocks become proposals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdiff.drafters.base import DraftRequest, as_limits
+from specdiff.drafters.context_cache import ContextCache
+from specdiff.drafters.dflash import DFlashDrafter
+from specdiff.errors import InvalidInputError
+from specdiff.verify.laws import Coupled, Delta, Proposal, Sampled
+from specdiff.verify.noise import Purpose, RoundNoise
+
+
+class DFlashSession:
+    """Keeps the context's keys and values per layer; drafts a block per call.
+
+    The laws that :meth:`propose` uses: ``Delta`` under the greedy rule (argmax), ``Coupled`` under the coupled rule,
+    else ``Sampled``. Tokens are drawn left to right when a sequential head is present, each from the law that is
+    reported, so ``Sampled`` is exact.
+    """
+
+    def __init__(self, drafter: DFlashDrafter, request: DraftRequest) -> None:
+        self.drafter, self.request = drafter, request
+        config = drafter.config
+        weight = drafter.model.fc.weight
+        self._compute = weight.dtype
+        self._cache = ContextCache(
+            config.num_layers, request.batch_size, config.num_kv_heads, config.head_dim,
+            request.capacity + config.block_size + 1, request.device, weight.dtype,
+        )  # fmt: skip
+        self._last_position = torch.full((request.batch_size,), -1, dtype=torch.long, device=request.device)
+        width = len(config.target_layer_ids) * config.hidden_size
+        self._last = torch.zeros(request.batch_size, width, device=request.device, dtype=weight.dtype)
+        ids = drafter.draft_ids
+        columns = torch.arange(drafter.head.shape[0]) if ids is None else ids
+        self._ids = columns.to(request.device)
+        self._inside = self._ids < request.vocab_size
+        self._all_inside = int(self._ids.max()) < request.vocab_size
+
+    @property
+    def lengths(self) -> Tensor:
+        """``Long[B]`` committed tokens per row."""
+        return self._cache.lengths
+
+    @torch.no_grad()
+    def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
+        """Project the taps of newly committed tokens to every layer's keys and values."""
+        if taps is None:
+            raise InvalidInputError("a DFlash drafter reads target states, but commit() got none")
+        if tokens.shape[1] == 0:
+            return
+        features = self.drafter.model.tap_features(taps.to(self._compute))
+        positions = self._cache.positions(tokens.shape[1])
+        self._cache.append(self.drafter.model.context(features, positions), counts)
+        at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
+        last = features.gather(1, at)[:, 0]
+        fresh = counts > 0
+        self._last = torch.where(fresh[:, None], last, self._last)
+        self._last_position = torch.where(fresh, self._cache.lengths - 1, self._last_position)
+
+    @torch.no_grad()
+    def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
+        """One pass over the block of every row; tokens as the rule wants them."""
+        limits = as_limits(limits, self.drafter.block_size)
+        slots = int(limits.max())
+        if slots == 0:
+            return Proposal.empty(len(anchor), anchor.device)
+        states = self._states(anchor, slots)
+        if self.drafter.config.sequential:
+            tokens, logits = self._walk(states, noise)
+        else:
+            logits = self._logits(self.drafter.model.norm(states))
+            race = self._race(slots, noise)
+            tokens = self._pick(logits, race)
+        finite = torch.isfinite(logits.amax(-1))  # NaN and an empty row show in the maximum
+        lengths = torch.minimum(limits, finite.long().cumprod(1).sum(1))
+        if self.request.greedy:
+            return Proposal(tokens, lengths, Delta())
+        law = Coupled() if self.request.rule == "coupled" else Sampled()
+        ids = None if self.drafter.draft_ids is None else self._ids
+        return Proposal(tokens, lengths, law, logits=logits, draft_ids=ids)
+
+    def _states(self, anchor: Tensor, slots: int) -> Tensor:
+        """Parallel states ``[B, k, H]`` before the heads."""
+        drafter, config = self.drafter, self.drafter.config
+        # A row that was rolled back has lost its last taps until the next commit: draft without them.
+        known = (self._last_position == self._cache.lengths - 1) & (self._cache.lengths > 0)
+        last = self._last * known[:, None].to(self._last.dtype)
+        width = slots if config.direct else slots + 1
+        x = drafter.model.block_input(drafter.embed(anchor[:, None]), last[:, None], drafter.mask_embedding(), width)
+        visible = self._cache.visible()[:, None]
+        return drafter.model.run_layers(x, self._cache.read(), visible, self._cache.lengths[:, None])[:, 0]
+
+    def _walk(self, states: Tensor, noise: RoundNoise) -> tuple[Tensor, Tensor]:
+        """Left to right: each slot sees the tokens drawn before it, so its law is exactly the one reported."""
+        drafter = self.drafter
+        window = drafter.config.correction_window
+        recent = torch.full((states.shape[0], window), -1, dtype=torch.long, device=states.device)
+        race = self._race(states.shape[1], noise)
+        tokens, rows = [], []
+        for k in range(states.shape[1]):
+            normed = drafter.model.correct(states[:, k], drafter.embed(recent))
+            logits = self._logits(normed)
+            token = self._pick(logits, None if race is None else race[:, k])
+            tokens.append(token)
+            rows.append(logits)
+            recent = torch.cat([token[:, None], recent], 1)[:, :window]
+        return torch.stack(tokens, 1), torch.stack(rows, 1)
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        """Logits ``[..., Vd]`` after the request's warp (not under the greedy rule, where only the argmax counts)."""
+        logits = self.drafter.logits(normed)
+        if not self._all_inside:
+            logits = logits.masked_fill(~self._inside, float("-inf"))
+        return logits if self.request.greedy else self.request.warp(logits)
+
+    def _race(self, slots: int, noise: RoundNoise) -> Tensor | None:
+        """Exponentials ``[B, slots, Vd]`` whose race draws the tokens; None under the greedy rule."""
+        if self.request.greedy:
+            return None
+        if self.request.rule == "coupled":
+            return noise.coupled(slots, self._ids)
+        return noise.exponential(Purpose.DRAFT, slots, self._ids)
+
+    def _pick(self, logits: Tensor, race: Tensor | None) -> Tensor:
+        """Target ids ``Long[...]`` of logits ``[..., Vd]``: the argmax, or the winner of the race."""
+        return self._ids[(logits if race is None else logits - race.log()).argmax(-1)]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep ``rows``, in that order."""
+        rows = rows.to(self._last.device)
+        self._cache.select(rows)
+        self._last, self._last_position = self._last[rows], self._last_position[rows]
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Forget committed tokens past ``lengths``; the next commit brings the taps that the direct path needs."""
+        self._cache.rollback(lengths)
+
+    def close(self) -> None:
+        """Release the cache."""
+        self._cache = ContextCache(1, 0, 1, 2, 1, torch.device("cpu"), torch.float32)
+        self._last = self._last[:0]

@@ -1,0 +1,153 @@
+"""The draft layer: attention of a small block over injected context keys and values, then a gated MLP.
+
+One function serves training (many anchors of one document share its context) and decoding (one anchor per row), so that
+the two cannot disagree. Shapes: B rows, A anchors per row, S slots per anchor, T context positions, H width, h query
+heads, g key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdiff.drafters.config import DFlashConfig
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight``, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to the same shape and dtype."""
+        return rms_norm(x, self.eps, self.weight)
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Root-mean-square normalisation over the last dimension, in float32, back in the dtype of ``x``."""
+    y = F.rms_norm(x.float(), x.shape[-1:], None if weight is None else weight.float(), eps)
+    return y.to(x.dtype)
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[..., D]`` (float32) of half-split rotary embedding at integer ``positions``: ``[...]``."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angle = positions[..., None].float() * frequency
+    return torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to ``x``: ``[..., heads, D]`` with ``cos``, ``sin``: ``[..., D]``."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return (x.float() * cos[..., None, :] + turned.float() * sin[..., None, :]).to(x.dtype)
+
+
+def block_attention(
+    q: Tensor, ctx_k: Tensor, ctx_v: Tensor, blk_k: Tensor, blk_v: Tensor, ctx_mask: Tensor, causal: bool
+) -> Tensor:
+    """Each anchor's slots attend to the context positions that ``ctx_mask`` allows and to their own block.
+
+    Args:
+        q: ``[B, A, S, h, D]`` queries.
+        ctx_k: ``[B, g, T, D]`` context keys; ``ctx_v`` likewise.
+        ctx_v: context values.
+        blk_k: ``[B, A, S, g, D]`` the blocks' own keys; ``blk_v`` likewise.
+        blk_v: the blocks' own values.
+        ctx_mask: ``Bool[B, A, T]`` True where anchor a may look.
+        causal: within the block, slots see only themselves and slots to their left.
+
+    Returns:
+        ``[B, A, S, h * D]``.
+    """
+    rows, anchors, slots, heads, width = q.shape
+    groups, length = ctx_k.shape[1], ctx_k.shape[2]
+    share = heads // groups
+    q = (q * width**-0.5).view(rows, anchors, slots, groups, share, width).permute(0, 3, 4, 1, 2, 5)  # B g s A S D
+    ctx = torch.matmul(q.reshape(rows, groups, share * anchors * slots, width), ctx_k.transpose(-1, -2))
+    ctx = ctx.view(rows, groups, share, anchors, slots, length).float()
+    ctx = ctx.masked_fill(~ctx_mask[:, None, None, :, None, :], float("-inf"))
+    own = torch.matmul(q, blk_k.permute(0, 3, 1, 4, 2)[:, :, None]).float()  # B g s A S S
+    if causal:
+        hidden = torch.ones(slots, slots, dtype=torch.bool, device=q.device).triu(1)
+        own = own.masked_fill(hidden, float("-inf"))
+    weights = torch.cat([ctx, own], -1).softmax(-1).to(ctx_v.dtype)
+    seen, mine = weights.split([length, slots], -1)
+    out = torch.matmul(seen.reshape(rows, groups, share * anchors * slots, length), ctx_v)
+    out = out.view(rows, groups, share, anchors, slots, width)
+    out = out + torch.matmul(mine, blk_v.permute(0, 3, 1, 2, 4)[:, :, None])
+    return out.permute(0, 3, 4, 1, 2, 5).reshape(rows, anchors, slots, heads * width)
+
+
+class DraftAttention(nn.Module):
+    """Attention with injected context; names as in the z-lab layout."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, heads * width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, groups * width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, groups * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(width, config.rms_norm_eps)
+            self.k_norm = RMSNorm(width, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (normalised, rotated) and values ``[..., g, D]`` of ``x``: ``[..., H]``."""
+        shape = (*x.shape[:-1], self.config.num_kv_heads, self.config.head_dim)
+        k, v = self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        if self.config.qk_norm:
+            k = self.k_norm(k)
+        return rotate(k, cos, sin), v
+
+    def forward(self, x: Tensor, ctx_k: Tensor, ctx_v: Tensor, ctx_mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x``: ``[B, A, S, H]`` block states; the rest as in :func:`block_attention`."""
+        q = self.q_proj(x).view(*x.shape[:-1], self.config.num_heads, self.config.head_dim)
+        if self.config.qk_norm:
+            q = self.q_norm(q)
+        k, v = self.keys_values(x, cos, sin)
+        q = rotate(q, cos, sin)
+        return self.o_proj(block_attention(q, ctx_k.to(q.dtype), ctx_v.to(q.dtype), k, v, ctx_mask, self.config.causal))
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]`` to the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and MLP around a residual stream."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, x: Tensor, ctx_k: Tensor, ctx_v: Tensor, ctx_mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``[B, A, S, H]`` to the same shape."""
+        return self.think(self.attend(x, ctx_k, ctx_v, ctx_mask, cos, sin))
+
+    def attend(self, x: Tensor, ctx_k: Tensor, ctx_v: Tensor, ctx_mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The attention half."""
+        return x + self.self_attn(self.input_layernorm(x), ctx_k, ctx_v, ctx_mask, cos, sin)
+
+    def think(self, x: Tensor) -> Tensor:
+        """The MLP half."""
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,54 @@
+"""One door to every drafter: ``"lookup"``, a name of the zoo, a folder, a hub repository."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from specdiff.drafters.base import Drafter
+from specdiff.drafters.combined import CombinedDrafter
+from specdiff.drafters.lookup import PromptLookup
+from specdiff.errors import FormatError, UnsupportedError
+
+ZOO = Path(__file__).parent / "zoo"
+WITH_LOOKUP = "+lookup"
+
+
+def zoo() -> list[str]:
+    """Names of the drafters that ship with the package."""
+    return sorted(p.parent.name for p in ZOO.glob("*/config.json"))
+
+
+def load(path_or_zoo_name: str | PathLike[str], target: Any = None, **options: Any) -> Drafter:
+    """Load a drafter and bind it to ``target``.
+
+    Args:
+        path_or_zoo_name: ``"lookup"``; a name of the zoo (:func:`zoo`); a folder; or a hub repository id. Any but the
+            first may end in ``"+lookup"``: prompt lookup then drafts where its match is long.
+        target: the Hugging Face causal LM that it will draft for.
+        options: of :func:`specdiff.drafters.saving.load` (``dtype``, ``revision``, ``token``, ``cache_dir``,
+            ``local_files_only``).
+
+    Raises:
+        UnsupportedError: no target was given, or the drafter does not fit it.
+        FormatError: the checkpoint is not what its format says, or nothing of this name is found.
+    """
+    name = fspath(path_or_zoo_name)
+    if name == "lookup":
+        return PromptLookup()
+    if name.endswith(WITH_LOOKUP):
+        return CombinedDrafter(load(name[: -len(WITH_LOOKUP)], target, **options))
+    folder = ZOO / name if name in zoo() else Path(name)
+    if not folder.is_dir() and name.count("/") != 1:
+        raise FormatError(f"no drafter {name!r}: not a folder, not in the zoo ({', '.join(zoo()) or 'empty'})")
+    if target is None:
+        raise UnsupportedError(f"the drafter {name!r} reads its target's embedding and head: pass target=")
+    from specdiff.drafters.dflash import DFlashDrafter
+
+    if folder.is_dir() and (folder / "config.json").exists():
+        kinds = json.loads((folder / "config.json").read_text()).get("architectures") or []
+        if "DFlashDraftModel" not in kinds:
+            raise FormatError(f"{folder}: {kinds or 'no architecture'} is not a drafter layout that specdiff loads yet")
+    return DFlashDrafter.from_pretrained(folder if folder.is_dir() else name, target, **options)

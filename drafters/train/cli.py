@@ -1,0 +1,158 @@
+"""Arguments of ``specdiff train``, and how its progress is shown."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from specdiff.drafters.train.build import Shape
+from specdiff.drafters.train.pipeline import Outcome, Plan
+from specdiff.drafters.train.regenerate import Recipe
+from specdiff.drafters.train.step import LossConfig
+from specdiff.drafters.train.trainer import TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the options; defaults are those of :class:`Plan` and its parts."""
+    parser.add_argument(
+        "--data", action="append", required=True, metavar="PATH",
+        help="corpus shards (.npz, a folder, a pattern) or a .jsonl of prompts to answer first; may be given often",
+    )  # fmt: skip
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="run folder; the drafter is DIR/drafter")
+    parser.add_argument("--fresh", action="store_true", help="do not continue an earlier run of DIR")
+    budget = parser.add_argument_group("budget (at least one)")
+    budget.add_argument("--max-hours", type=float, metavar="H", help="of the training stage; the schedule ends there")
+    budget.add_argument("--max-steps", type=int, metavar="N")
+    data = parser.add_argument_group("data")
+    data.add_argument("--chats", type=int, default=2000, help="chats to generate from prompts (default %(default)s)")
+    data.add_argument("--own-share", type=float, default=0.5, help="share whose prompt the target writes itself")
+    data.add_argument("--new-tokens", type=int, default=320, help="longest response (default %(default)s)")
+    data.add_argument("--held-out", type=float, default=0.04, help="share kept for evaluation (default %(default)s)")
+    shape = parser.add_argument_group("drafter")
+    shape.add_argument("--plain", action="store_true", help="plain z-lab DFlash layout (can be exported everywhere)")
+    shape.add_argument("--block-size", type=int, default=5, metavar="K", help="drafted tokens per pass (default 5)")
+    shape.add_argument("--layers", type=int, default=1, help="draft layers (default %(default)s)")
+    shape.add_argument("--taps", type=_ids, default=(), metavar="I,J,...", help="target layers to read")
+    shape.add_argument(
+        "--vocabulary", type=int, default=10240, help="draft vocabulary, 0: all ids (default %(default)s)"
+    )
+    shape.add_argument("--init", choices=("target", "random"), default="target", help="starting weights")
+    shape.add_argument("--correction", type=int, default=0, metavar="WIDTH", help="gated correction head")
+    shape.add_argument("--markov-rank", type=int, default=0, metavar="R", help="low-rank Markov head")
+    shape.add_argument("--mask-token-id", type=int, help="of a plain drafter (default: an id the corpus never uses)")
+    loop = parser.add_argument_group("training")
+    loop.add_argument("--rows", type=int, default=8, help="documents per step and process (default %(default)s)")
+    loop.add_argument("--anchors", type=int, default=64, help="random anchors per document (default %(default)s)")
+    loop.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    loop.add_argument("--lr", type=float, default=6e-4)
+    loop.add_argument("--weighting", choices=("decay", "dpace"), default="decay", help="weights of the slots")
+    loop.add_argument("--gamma", type=float, default=2.5, help="decay exp(-(k-1)/gamma) (default %(default)s)")
+    loop.add_argument("--hard", type=float, default=0.2, help="share of cross-entropy, the rest is KL")
+    loop.add_argument("--average", type=float, default=0.99, help="decay of the weight average, 0: none")
+    loop.add_argument("--evaluate-every", type=float, default=5.0, metavar="MIN", help="minutes between evaluations")
+    loop.add_argument("--precision", choices=("bf16", "no"), default="bf16", help="autocast of the training pass")
+    loop.add_argument("--seed", type=int, default=0)
+    loop.add_argument("--serve-prompts", type=int, default=8, help="held-out prompts decoded at the end")
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layer ids") from error
+
+
+def plan_of(args: argparse.Namespace, name: str) -> Plan:
+    """The run that the arguments describe."""
+    return Plan(
+        data=args.data,
+        folder=args.out,
+        shape=Shape(
+            block_size=args.block_size,
+            layers=args.layers,
+            taps=args.taps,
+            vocabulary=args.vocabulary,
+            plain=args.plain,
+            init=args.init,
+            correction=args.correction,
+            markov_rank=args.markov_rank,
+            mask_token_id=args.mask_token_id,
+        ),
+        config=TrainConfig(
+            max_hours=args.max_hours,
+            max_steps=args.max_steps,
+            rows=args.rows,
+            anchors=args.anchors,
+            optimizer=args.optimizer,
+            lr=args.lr,
+            average=args.average,
+            evaluate_every=args.evaluate_every,
+            mixed_precision=args.precision,
+            seed=args.seed,
+            loss=LossConfig(args.weighting, args.gamma, args.hard),
+        ),
+        chats=args.chats,
+        recipe=Recipe(own_share=args.own_share, max_new_tokens=args.new_tokens, seed=args.seed),
+        held_out=args.held_out,
+        served_prompts=args.serve_prompts,
+        resume=not args.fresh,
+        name=name,
+    )
+
+
+class Display:
+    """Progress bars with the time left on a terminal; elsewhere a line every half minute."""
+
+    def __init__(self, interval: float = 30.0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        console = Console(file=sys.stderr)
+        self._live = console.is_terminal
+        columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
+        self._tasks: dict[str, Any] = {}
+        self._began: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+        self._interval = interval
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._bars.stop()
+
+    def __call__(self, stage: str, done: float, total: float | None, note: str) -> None:
+        """Show where a stage is."""
+        if self._live:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total, note=note)
+            self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
+            return
+        now = time.monotonic()
+        began = self._began.setdefault(stage, now)
+        if now - self._told.get(stage, -1e9) < self._interval and done != total:
+            return
+        self._told[stage] = now
+        left = f", {(now - began) * (total - done) / done / 60:.0f} min left" if total and done and now > began else ""
+        share = f" {100 * done / total:.0f}%" if total else ""
+        print(f"{stage}{share}{left}: {note}", file=sys.stderr, flush=True)
+
+
+def show(outcome: Outcome, folder: Path) -> None:
+    """The result, on standard output."""
+    print(f"drafter: {folder / 'drafter'}")
+    if outcome.held_out:
+        shares = " ".join(f"{s:.3f}" for s in outcome.held_out.by_position)
+        print(f"held-out greedy tau {outcome.held_out.tau:.3f}, accepted through slot 1, 2, ...: {shares}")
+    for name, values in outcome.served.items():
+        print(f"served greedy tau, {name}: {values['tau']:.3f}")

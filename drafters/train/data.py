@@ -1,0 +1,99 @@
+"""Which documents are trained on and which are held out; batches from whatever shards have features by now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specdiff.drafters.train.batches import Batch, collate, draw_anchors
+from specdiff.drafters.train.corpus import Document, expand
+from specdiff.drafters.train.features import Features, FeatureShard, open_or_extract
+from specdiff.errors import InvalidInputError
+
+
+def held_out(document: Document, share: float) -> bool:
+    """Whether a document is kept for evaluation: a hash of its ids decides, so copies in several shards go together."""
+    digest = hashlib.blake2b(np.ascontiguousarray(document.ids, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+@dataclass
+class Corpus:
+    """Features of all shards found so far.
+
+    Attributes:
+        patterns: files, folders or glob patterns of corpus shards; looked at again by :meth:`rescan`.
+        store: folder of the features.
+        taps: layer ids.
+        top: logits kept per position.
+        share: share of documents held out.
+        model: the target, to compute features that are missing; None to use only what is there.
+    """
+
+    patterns: Sequence[str]
+    store: Path
+    taps: Sequence[int]
+    top: int = 32
+    share: float = 0.04
+    model: Any = None
+
+    def __post_init__(self) -> None:
+        self.shards: dict[Path, FeatureShard] = {}
+        self.train: list[tuple[FeatureShard, int]] = []
+        self.held: list[tuple[FeatureShard, int]] = []
+        self.tokens = 0
+
+    def rescan(self, limit: int | None = None, on_progress: Callable[[int], None] | None = None) -> int:
+        """Take in shards that appeared since the last call (at most ``limit``); returns how many."""
+        added = 0
+        for path in expand(self.patterns):
+            if path in self.shards or (limit is not None and added >= limit):
+                continue
+            if not (self.store / path.stem / "meta.json").exists() and self.model is None:
+                continue
+            shard = open_or_extract(self.model, path, self.store, self.taps, self.top, on_progress)
+            self.shards[path] = shard
+            for i, document in enumerate(shard.documents):
+                if len(document) - document.prompt_length < 2:
+                    continue
+                if held_out(document, self.share):
+                    self.held.append((shard, i))
+                else:
+                    self.train.append((shard, i))
+                    self.tokens += len(document)
+            added += 1
+        return added
+
+    def evaluation_items(self, count: int) -> list[Features]:
+        """At most ``count`` held-out greedy documents, the same ones whatever shards arrive later."""
+        greedy = [(s, i) for s, i in self.held if s.documents[i].temperature == 0]
+        return [s[i] for s, i in greedy[:count]]
+
+    def epoch(
+        self, rows: int, anchors: int, block: int, rng: np.random.Generator, rank: int = 0, world: int = 1
+    ) -> Iterator[Batch]:
+        """One pass over the training documents in random order, this process's share of each batch.
+
+        Batches hold documents of similar length (sorted within windows of 16 batches).
+        """
+        if not self.train:
+            raise InvalidInputError(f"no training documents with features in {self.store}")
+        order = rng.permutation(len(self.train))
+        window = rows * world * 16
+        plan: list[np.ndarray] = []
+        for start in range(0, len(order), window):
+            part = sorted(
+                order[start : start + window], key=lambda j: len(self.train[j][0].documents[self.train[j][1]])
+            )
+            plan += [np.array(part[i : i + rows * world]) for i in range(0, len(part), rows * world)]
+        full = [p for p in plan if len(p) == rows * world] or [np.resize(p, rows * world) for p in plan]
+        for j in rng.permutation(len(full)):
+            mine = full[j][rank * rows : (rank + 1) * rows]
+            items = [self.train[d][0][self.train[d][1]] for d in mine]
+            seeds = np.random.default_rng(rng.integers(2**63) + rank)
+            yield collate(items, [draw_anchors(item, anchors, seeds) for item in items], block)

@@ -1,0 +1,178 @@
+"""What the target says about the corpus: taps and top logits, computed once and kept on disk as memory-mapped float16.
+
+One folder per corpus shard. With 4 taps of a 576-wide model and 32 logits that is 4.8 KB a token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdiff.drafters.train.corpus import Document, read_shard
+from specdiff.errors import FormatError, InvalidInputError
+
+logger = logging.getLogger(__name__)
+
+FLOAT16_MAX = 65504.0
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The target's view of one document of T tokens.
+
+    Attributes:
+        document: the ids.
+        taps: ``float16[T, n, H]`` state after each tapped layer.
+        top_ids: ``int[T, k]`` ids of the k largest logits for the *next* token, largest first.
+        top_logprobs: ``float16[T, k]`` their log-probabilities under the full softmax.
+    """
+
+    document: Document
+    taps: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@torch.no_grad()
+def target_pass(model: Any, ids: Tensor, taps: Sequence[int], top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Taps ``[B, T, n, H]``, top ids ``[B, T, k]`` and log-probabilities of a right-padded causal batch.
+
+    Padding on the right needs no mask: nothing real looks at it.
+    """
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    states = torch.stack([out.hidden_states[i + 1] for i in taps], 2)
+    values, top_ids = out.logits.topk(top, -1)
+    return states, top_ids, values.float() - out.logits.float().logsumexp(-1, keepdim=True)
+
+
+def _batches(documents: Sequence[Document], tokens: int) -> Iterator[list[int]]:
+    """Indices of documents of similar length, at most about ``tokens`` padded tokens a batch."""
+    order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
+    batch: list[int] = []
+    for i in order:
+        if batch and (len(batch) + 1) * len(documents[i]) > tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+def extract(
+    model: Any,
+    documents: Sequence[Document],
+    folder: Path,
+    taps: Sequence[int],
+    top: int = 32,
+    batch_tokens: int = 1024,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Run the target over documents and write their features to ``folder`` (whole or not at all).
+
+    Args:
+        model: a causal LM; its dtype and device are used as they are.
+        documents: of one shard.
+        taps: layer ids; the state *after* each layer is kept.
+        top: number of logits kept per position.
+        batch_tokens: padded tokens per target pass.
+        on_progress: called with the number of tokens just done.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    if not taps or not all(0 <= t < layers for t in taps):
+        raise InvalidInputError(f"taps {tuple(taps)} must be layer ids in 0..{layers - 1}")
+    scratch = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    lens = np.array([len(d) for d in documents], np.int64)
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    total, hidden = int(starts[-1]), model.config.get_text_config().hidden_size
+    make = np.lib.format.open_memmap
+    tap_file = make(scratch / "taps.npy", "w+", np.float16, (total, len(taps), hidden))
+    id_file = make(scratch / "top_ids.npy", "w+", np.int32, (total, top))
+    prob_file = make(scratch / "top_logprobs.npy", "w+", np.float16, (total, top))
+    device = next(model.parameters()).device
+    clipped = 0
+    for batch in _batches(documents, batch_tokens):
+        ids = torch.zeros(len(batch), int(lens[batch].max()), dtype=torch.long)
+        for row, i in enumerate(batch):
+            ids[row, : lens[i]] = torch.from_numpy(documents[i].ids)
+        states, top_ids, logprobs = target_pass(model, ids.to(device), taps, top)
+        states = states.float()
+        clipped += int((states.abs() > FLOAT16_MAX).sum())
+        states16 = states.clamp(-FLOAT16_MAX, FLOAT16_MAX).half().cpu().numpy()
+        top_ids_np, logprobs_np = top_ids.cpu().numpy(), logprobs.clamp(min=-60000).half().cpu().numpy()
+        for row, i in enumerate(batch):
+            span = slice(starts[i], starts[i + 1])
+            tap_file[span] = states16[row, : lens[i]]
+            id_file[span] = top_ids_np[row, : lens[i]]
+            prob_file[span] = logprobs_np[row, : lens[i]]
+        if on_progress:
+            on_progress(int(lens[batch].sum()))
+    for file in (tap_file, id_file, prob_file):
+        file.flush()
+    if clipped:
+        logger.warning("%d tap values exceeded float16 and were clipped", clipped)
+    meta = {"taps": list(taps), "top": top, "documents": len(documents), "tokens": total}
+    (scratch / "meta.json").write_text(json.dumps(meta))
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
+
+
+class FeatureShard:
+    """Features of one corpus shard, memory-mapped.
+
+    Args:
+        folder: what :func:`extract` wrote.
+        documents: the shard's documents, in the same order.
+        taps: which of the stored taps to read, by layer id (default: all of them).
+    """
+
+    def __init__(self, folder: Path, documents: Sequence[Document], taps: Sequence[int] | None = None) -> None:
+        meta = json.loads((folder / "meta.json").read_text())
+        self.documents = list(documents)
+        stored: list[int] = meta["taps"]
+        self.taps = list(stored if taps is None else taps)
+        missing = set(self.taps) - set(stored)
+        if missing:
+            raise FormatError(f"{folder}: taps {sorted(missing)} were not stored; remove the folder to compute them")
+        self._columns = [stored.index(t) for t in self.taps]
+        self._starts = np.concatenate([[0], np.cumsum([len(d) for d in documents])])
+        if meta["documents"] != len(documents) or meta["tokens"] != int(self._starts[-1]):
+            raise FormatError(f"{folder}: features belong to another version of the shard; remove the folder")
+        self._taps = np.load(folder / "taps.npy", mmap_mode="r")
+        self._ids = np.load(folder / "top_ids.npy", mmap_mode="r")
+        self._logprobs = np.load(folder / "top_logprobs.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Features:
+        span = slice(self._starts[index], self._starts[index + 1])
+        return Features(
+            self.documents[index], self._taps[span][:, self._columns], self._ids[span], self._logprobs[span]
+        )
+
+
+def open_or_extract(
+    model: Any,
+    shard: Path,
+    store: Path,
+    taps: Sequence[int],
+    top: int = 32,
+    on_progress: Callable[[int], None] | None = None,
+) -> FeatureShard:
+    """Features of a corpus shard from ``store``, computed first if they are not there yet."""
+    documents = read_shard(shard)
+    folder = store / shard.stem
+    if not (folder / "meta.json").exists():
+        extract(model, documents, folder, taps, top, on_progress=on_progress)
+    return FeatureShard(folder, documents, taps)

@@ -1,0 +1,204 @@
+"""The stages of ``specdiff train``: data, training, evaluation in the serving path, drafter with card. Each can be
+resumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdiff.drafters.base import Drafter
+from specdiff.drafters.dflash import DFlashDrafter
+from specdiff.drafters.train.build import Shape, build, describe
+from specdiff.drafters.train.card import card
+from specdiff.drafters.train.corpus import Document, expand, read_shard, write_shard
+from specdiff.drafters.train.data import Corpus
+from specdiff.drafters.train.evaluate import Acceptance, evaluate
+from specdiff.drafters.train.regenerate import Generate, Recipe, read_prompts, regenerate
+from specdiff.drafters.train.trainer import TrainConfig, Trainer, TrainState
+from specdiff.errors import InvalidInputError
+
+logger = logging.getLogger(__name__)
+
+SHARD_DOCUMENTS = 200
+
+Serve = Callable[[Drafter, Sequence[Sequence[int]], int], dict[str, Any]]
+"""``(drafter, prompts as ids, max_new_tokens) -> {"tau": ..., ...}``: greedy decoding in the serving path."""
+Progress = Callable[[str, float, float | None, str], None]
+"""``(stage, done, total, note)``: called often; total None where it is not known."""
+
+
+@dataclass
+class Plan:
+    """Everything a run needs to know.
+
+    Attributes:
+        data: corpus shards (files, folders, patterns), or JSONL files of prompts.
+        folder: run folder.
+        shape: of the drafter.
+        config: of the training loop.
+        chats: documents to generate from JSONL prompts.
+        recipe: of the generation.
+        held_out: share of documents kept for evaluation.
+        top: target logits kept per position.
+        served_prompts: held-out prompts decoded in the serving path at the end, 0 for none.
+        served_tokens: new tokens for each.
+        resume: continue an earlier run of the folder.
+        name: what the card calls the target.
+    """
+
+    data: Sequence[str]
+    folder: Path
+    shape: Shape = field(default_factory=Shape)
+    config: TrainConfig = field(default_factory=TrainConfig)
+    chats: int = 2000
+    recipe: Recipe = field(default_factory=Recipe)
+    held_out: float = 0.04
+    top: int = 32
+    served_prompts: int = 8
+    served_tokens: int = 96
+    resume: bool = True
+    name: str = "the target"
+
+
+@dataclass
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+        drafter: bound, with the best weights.
+        state: of the training loop.
+        held_out: acceptance on held-out greedy documents; None if there were none.
+        served: of the serving path, by drafter; empty if not asked for.
+    """
+
+    drafter: DFlashDrafter
+    state: TrainState
+    held_out: Acceptance | None
+    served: dict[str, dict[str, Any]]
+
+
+def corpus_shards(
+    plan: Plan, generate: Generate | None, tokenizer: Any, tell: Progress, main: bool = True
+) -> list[str]:
+    """Stage 1. Patterns of corpus shards; JSONL prompts are turned into shards under ``folder/corpus`` first.
+
+    Shards that an earlier run finished are kept; a shard is generated from its own seed, so a resumed run gives the
+    same corpus as one that was not interrupted.
+    """
+    prompts = [p for name in plan.data if name.endswith((".jsonl", ".json")) for p in read_prompts(name)]
+    patterns = [name for name in plan.data if not name.endswith((".jsonl", ".json"))]
+    if not prompts:
+        return patterns
+    where = plan.folder / "corpus"
+    where.mkdir(parents=True, exist_ok=True)
+    if not main:
+        return [*patterns, str(where)]
+    if generate is None or tokenizer is None:
+        raise InvalidInputError("prompts need a tokenizer and a way to generate; give corpus shards (.npz) instead")
+    shards = -(-plan.chats // SHARD_DOCUMENTS)
+    for number in range(shards):
+        path = where / f"own-{number:05d}.npz"
+        if path.exists():
+            continue
+        wanted = min(SHARD_DOCUMENTS, plan.chats - number * SHARD_DOCUMENTS)
+        recipe = Recipe(**(asdict(plan.recipe) | {"seed": plan.recipe.seed + 7919 * number}))
+        made: list[Document] = []
+
+        def keep(document: Document, made: list[Document] = made, before: int = number * SHARD_DOCUMENTS) -> None:
+            made.append(document)
+            tell("generate", before + len(made), plan.chats, f"{sum(len(d) for d in made)} tokens in this shard")
+
+        regenerate(generate, tokenizer, prompts, wanted, recipe, keep)
+        write_shard(path, made)
+    return [*patterns, str(where)]
+
+
+def run(
+    target: Any,
+    plan: Plan,
+    *,
+    tokenizer: Any = None,
+    generate: Generate | None = None,
+    serve: Serve | None = None,
+    baseline: Drafter | None = None,
+    tell: Progress = lambda *_: None,
+) -> Outcome:
+    """All stages.
+
+    Args:
+        target: a Hugging Face causal LM; read only.
+        plan: see :class:`Plan`.
+        tokenizer: needed to generate from prompts.
+        generate: how text is made (stage 1).
+        serve: how drafters are judged in the serving path (stage 3).
+        baseline: a second drafter to serve for comparison (prompt lookup).
+        tell: progress.
+    """
+    from accelerate import PartialState
+
+    main, everyone = PartialState().is_main_process, PartialState().wait_for_everyone
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    patterns = corpus_shards(plan, generate, tokenizer, tell, main)
+    everyone()
+    if not expand(patterns):
+        raise InvalidInputError(f"no corpus shards in {list(plan.data)}")
+    taps = plan.shape.tap_ids(target)
+    corpus = Corpus(patterns, plan.folder / "features", taps, plan.top, plan.held_out, target)
+    total = sum(len(d) for path in expand(patterns) for d in read_shard(path))
+    seen = [0]
+
+    def count(tokens: int) -> None:
+        seen[0] += tokens
+        tell("features", seen[0], total, "tokens")
+
+    if main:
+        corpus.rescan(on_progress=count)
+    everyone()
+    corpus.rescan()
+    corpus.model = target if main else None
+    drafter = build(target, corpus, plan.shape, plan.config.seed)
+    logger.info(describe(drafter, taps))
+
+    def step(state: TrainState, info: dict[str, Any]) -> None:
+        accuracy = " ".join(f"{a:.2f}" for a in info["accuracy"])
+        tell("train", info["progress"], 1.0, f"step {state.step}, loss {info['loss']:.2f}, accuracy {accuracy}")
+
+    trainer = Trainer(drafter, corpus, plan.config, plan.folder, step)
+    if plan.resume and trainer.resume():
+        logger.info("resumed at step %d", trainer.state.step)
+    trainer.train()
+    best = DFlashDrafter.from_pretrained(plan.folder / "drafter", target)
+    outcome = Outcome(best, trainer.state, None, {})
+    if not main:
+        return outcome
+    outcome.held_out = evaluate(best, trainer.items) if trainer.items else None
+    if serve is not None and plan.served_prompts and trainer.items:
+        prompts = [i.document.ids[: i.document.prompt_length].tolist() for i in trainer.items[: plan.served_prompts]]
+        tell("serve", 0, None, f"{len(prompts)} held-out prompts")
+        outcome.served["drafter"] = serve(best, prompts, plan.served_tokens)
+        if baseline is not None:
+            outcome.served["prompt lookup"] = serve(baseline, prompts, plan.served_tokens)
+    report(plan, corpus, outcome)
+    return outcome
+
+
+def report(plan: Plan, corpus: Corpus, outcome: Outcome) -> None:
+    """Stage 4: the card beside the drafter, and ``result.json``."""
+    documents = [s.documents[i] for s, i in corpus.train]
+    lines = {f"served greedy tau, {name}": f"{values['tau']:.2f}" for name, values in outcome.served.items()}
+    text = card(
+        plan.folder.name, plan.name, outcome.drafter, documents, plan.config, outcome.state, outcome.held_out, lines
+    )
+    (plan.folder / "drafter" / "README.md").write_text(text)
+    result = {
+        "state": asdict(outcome.state),
+        "held_out": asdict(outcome.held_out) if outcome.held_out else None,
+        "served": outcome.served,
+        "shape": asdict(plan.shape),
+        "config": asdict(plan.config),
+    }
+    (plan.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,90 @@
+"""``specdiff train TARGET --data ... --out DIR``: a drafter for a model of one's own.
+
+The stages live below the engine; what they need of it (decoding states to generate text, decoding with a drafter to
+judge it) is handed to them here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from specdiff.cli import codes
+from specdiff.cli.common import add_pair_arguments, load_model
+from specdiff.drafters.base import Drafter
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    from specdiff.drafters.train.cli import add_arguments as add_training_arguments
+
+    parser.add_argument("model", nargs="?", metavar="TARGET", help="folder or hub id; default: the offline model")
+    add_training_arguments(parser)
+    add_pair_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train."""
+    from specdiff.drafters.lookup import PromptLookup
+    from specdiff.drafters.train import cli as training
+    from specdiff.drafters.train.pipeline import run as run_plan
+
+    if not (args.max_hours or args.max_steps):
+        from specdiff.errors import InvalidInputError
+
+        raise InvalidInputError("give the training a budget: --max-hours or --max-steps")
+    args.target = args.model if args.model is not None else args.target
+    model, tokenizer = load_model(args)
+    name = getattr(model.config, "_name_or_path", "") or args.target or "the offline model"
+    plan = training.plan_of(args, str(name))
+    with training.Display() as display:
+        outcome = run_plan(
+            model,
+            plan,
+            tokenizer=tokenizer,
+            generate=generator(model),
+            serve=lambda drafter, prompts, new: serve(model, drafter, prompts, new),
+            baseline=PromptLookup(),
+            tell=display,
+        )
+    training.show(outcome, args.out)
+    return codes.OK
+
+
+def generator(model: Any, lanes: int = 32) -> Any:
+    """Continuous batched generation over the engine's target states."""
+    from specdiff.drafters.train.regenerate import Generator
+    from specdiff.target import Target
+
+    target = Target(model)
+    ends = model.generation_config.eos_token_id
+    ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return Generator(lambda batch, capacity: target.open(batch, capacity), ids, target.device, lanes)
+
+
+def serve(model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    """Greedy decoding of prompts given as ids, one by one: tau over all of them and acceptance by position."""
+    import torch
+
+    from specdiff import SpecDiff
+
+    wrapped = SpecDiff(model, drafter)
+    tokens = rounds = 0
+    reached: list[float] = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=model.device)
+        out = wrapped.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        for accepted in out.stats.emitted[0][1:]:
+            rounds += 1
+            tokens += accepted
+            reached += [0.0] * (accepted - 1 - len(reached))
+            for slot in range(accepted - 1):
+                reached[slot] += 1
+    return {"tau": tokens / max(rounds, 1), "by_position": [r / max(rounds, 1) for r in reached], "rounds": rounds}
