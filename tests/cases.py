@@ -298,3 +298,47 @@ def power(law: np.ndarray, other: np.ndarray, count: int, level: float = 0.001) 
     weights = torch.exp(terms * half.clamp(min=1e-300).log() - half - torch.lgamma(terms + 1))
     tails = torch.special.gammaincc(free / 2 + terms, torch.tensor(high / 2).double())
     return float((weights * tails).sum())
+
+
+def flash(model: LlamaForCausalLM, block: int = 4, mask_token_id: int = 3, seed: int = 0) -> Any:
+    """A tiny DFlash drafter with random weights, bound to ``model``; it reads two of its layers."""
+    from specdiff.drafters.config import DFlashConfig
+    from specdiff.drafters.dflash import DFlashDrafter, DFlashModel
+
+    torch.manual_seed(seed)
+    config = DFlashConfig(
+        hidden_size=model.config.hidden_size,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=model.config.vocab_size,
+        num_target_layers=model.config.num_hidden_layers,
+        target_layer_ids=(0, 2),
+        block_size=block,
+        mask_token_id=mask_token_id,
+    )
+    return DFlashDrafter(DFlashModel(config)).bind(model).eval()
+
+
+class Watched:
+    """A drafter that notes what another one proposes: per round and row the proposed ids."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.block_size, self.taps = inner.block_size, inner.taps
+        self.rounds: list[list[list[int]]] = []
+
+    def start(self, request: DraftRequest) -> Any:
+        session = self.inner.start(request)
+        propose, rounds = session.propose, self.rounds
+
+        def watched(anchor: Tensor, limits: Tensor, noise: Any) -> Proposal:
+            proposal = propose(anchor, limits, noise)
+            ends = proposal.lengths.tolist()
+            rounds.append([row[:end] for row, end in zip(proposal.tokens.tolist(), ends, strict=True)])
+            return proposal
+
+        session.propose = watched
+        return session
