@@ -147,7 +147,7 @@ def _check_plain(model: PreTrainedModel) -> None:
         if model.training and isinstance(module, nn.Dropout) and module.p > 0:
             raise NotRecognisedError("it is in training mode with dropout; call model.eval()")
     config = model.config.get_text_config()
-    if model.training and getattr(config, "attention_dropout", 0.0):
+    if model.training and getattr(config, "attention_dropout", None):
         raise NotRecognisedError("it is in training mode with dropout; call model.eval()")
     if getattr(config, "attn_logit_softcapping", None):
         raise NotRecognisedError("its attention scores are soft-capped")
@@ -213,7 +213,7 @@ def _activation(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
 def _norm(module: nn.Module | None) -> Norm:
     """An RMS norm whose weight is ``w`` or ``1 + w``: which of them, its output for ones tells."""
     weight = getattr(module, "weight", None)
-    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+    eps: Any = vars(module).get("variance_epsilon", vars(module).get("eps")) if module is not None else None
     if module is None or not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
         raise NotRecognisedError(f"{type(module).__name__} is not an RMS norm")
     with torch.no_grad():

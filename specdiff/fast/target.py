@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,10 @@ PROBE = 13
 """Tokens of the forward pass that is compared with the stock model's."""
 TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit (at least 1), that kernels may cause."""
+
+_LOCK = threading.Lock()
+_PACKED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[tuple[int, int], ...], PackedModel]]
+_PACKED = weakref.WeakKeyDictionary()
 
 
 class FastTarget(Target):
@@ -44,9 +49,6 @@ class FastTarget(Target):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._lock = threading.Lock()
-        self._packed: PackedModel | None = None
-        self._seen: tuple[tuple[int, int], ...] = ()
         self.packed()
 
     @staticmethod
@@ -66,14 +68,15 @@ class FastTarget(Target):
             return str(error)
 
     def packed(self) -> PackedModel:
-        """The packed model, packed again when the model's weights have changed."""
-        with self._lock:
+        """The packed model, packed again when the model's weights have changed. All targets of one model share it."""
+        with _LOCK:
             seen = fingerprint(self.model)
-            if self._packed is None or seen != self._seen:
-                self._packed = None
-                self._packed = _checked(self.model)
-                self._seen = seen
-            return self._packed
+            held = _PACKED.get(self.model)
+            if held is None or held[0] != seen:
+                _PACKED.pop(self.model, None)  # release the old copies before new ones are made
+                held = (seen, _checked(self.model))
+                _PACKED[self.model] = held
+            return held[1]
 
     def current(self, state: TargetState) -> bool:
         """Whether ``state`` runs on the weights as they are now."""

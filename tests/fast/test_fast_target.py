@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -171,6 +173,16 @@ def test_changed_weights_are_noticed_at_the_next_request() -> None:
     result = fast.open(1, 16).forward(ids(1, 7), full(1, 7))
     assert result.logits is not None
     torch.testing.assert_close(result.logits[0], stock(model, ids(1, 7)[0])[0], **CLOSE)
+
+
+def test_targets_of_one_model_share_the_copies_and_let_them_go_with_it() -> None:
+    model = build(TAKEN["llama"](), seed=7)
+    first = FastTarget(model).packed()
+    assert FastTarget(model).packed() is first
+    gone = weakref.ref(first.layers[0].qkv)
+    del first, model
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
