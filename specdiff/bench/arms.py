@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from specdiff.bench.greedy import pad_token_of
+from specdiff.bench.models import pad_token_of
 from specdiff.bench.prompts import left_padded
 from specdiff.stats import GenerationStats, SpecDiffOutput
 from specdiff.wrap import SpecDiff
@@ -83,7 +83,7 @@ class _Watch(StoppingCriteria):
         self.first_at = 0.0
         self.first_length = 0
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if not self.calls:
             synchronise(self.device)
             self.first_at = time.perf_counter()
@@ -116,7 +116,7 @@ def transformers_arm(model: PreTrainedModel, temperature: float, *, lookup: bool
         torch.manual_seed(seed)
         synchronise(model.device)
         began = time.perf_counter()
-        out = model.generate(
+        out = cast(Any, model).generate(
             ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,

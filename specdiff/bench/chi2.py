@@ -74,8 +74,8 @@ def noncentral_sf(x: float, freedom: int, noncentrality: float) -> float:
 def detectable_variation(draws: int, freedom: int, alpha: float, power: float) -> float:
     """Smallest total variation that a test is sure to find with probability ``power``.
 
-    A bias with density ratio 1 + d has chi-square distance E[d^2] >= E[|d|]^2 = 4 TV^2, so every bias with total variation
-    TV gives a noncentrality of at least ``draws`` * 4 TV^2. The answer solves power(4 n TV^2) = ``power``.
+    A bias with density ratio 1 + d has chi-square distance E[d^2] >= E[|d|]^2 = 4 TV^2, so every bias with total
+    variation TV gives a noncentrality of at least 4 n TV^2 for n ``draws``. Solves power(4 n TV^2) = ``power``.
     """
     critical = chi2_critical(alpha, freedom)
     low, high = 0.0, 1.0

@@ -1,9 +1,9 @@
 """Greedy equality: specdiff's tokens against those of transformers' own ``generate``.
 
-Floating-point addition is not associative, so a pass over nine inputs and a pass over one may differ in the last bits, and
-an argmax whose two best logits are closer than that may go either way. Such a *near-tie* is the only difference that
-lossless greedy decoding allows. The check therefore asks, at each first mismatch, the stock model itself in one uncached
-pass over the reference text: how far apart are the two best logits there? A mismatch with a wider margin than
+Floating-point addition is not associative, so a pass over nine inputs and a pass over one may differ in the last bits,
+and an argmax whose two best logits are closer than that may go either way. Such a *near-tie* is the only difference
+that lossless greedy decoding allows. The check therefore asks, at each first mismatch, the stock model itself in one
+uncached pass over the reference text: how far apart are the two best logits there? A mismatch with a wider margin than
 ``tie_margin`` is a fault, and so is more than 2 mismatches in 100 prompts, whatever their margins.
 """
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdiff.bench.models import pad_token_of, redrafted
 from specdiff.bench.prompts import left_padded
 from specdiff.drafters.base import Drafter
 from specdiff.errors import InvalidInputError
@@ -27,7 +28,7 @@ from specdiff.wrap import SpecDiff
 TIE_MARGIN = {torch.float32: 1e-3, torch.float64: 1e-6, torch.float16: 3e-2, torch.bfloat16: 2.5e-1}
 """Widest top-2 margin that kernel noise explains, by compute dtype (logits of a few tens)."""
 
-DrafterLike = Drafter | str | Callable[[list[list[int]]], Drafter] | None
+DrafterLike: TypeAlias = Drafter | str | Callable[[list[list[int]]], Drafter] | None
 """What :class:`SpecDiff` takes, or a function from the reference texts of a batch to a drafter (replays)."""
 
 Progress = Callable[[str, int, int], None]
@@ -112,16 +113,6 @@ def tie_margin_of(dtype: torch.dtype) -> float:
     return TIE_MARGIN.get(dtype, 1e-3)
 
 
-def pad_token_of(model: PreTrainedModel) -> int:
-    """The id that fills batches: the padding token, else an end token, else 0."""
-    for value in (model.generation_config.pad_token_id, model.generation_config.eos_token_id):
-        if isinstance(value, (list, tuple)):
-            value = value[0] if value else None
-        if value is not None:
-            return int(value)
-    return 0
-
-
 def reference_texts(
     model: PreTrainedModel, prompts: Sequence[Tensor], max_new_tokens: int, progress: Progress | None = None
 ) -> list[list[int]]:
@@ -129,7 +120,7 @@ def reference_texts(
     texts = []
     for at, prompt in enumerate(prompts):
         ids = prompt[None].to(model.device)
-        out = model.generate(
+        out = cast(Any, model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
@@ -233,15 +224,15 @@ def greedy_check(
         else [list(r) for r in references]
     )
     build = drafter if callable(drafter) and not isinstance(drafter, Drafter) else None
-    fixed = None if build is not None else SpecDiff(model, drafter, block_size=block_size, fast=fast)  # type: ignore[arg-type]
+    given = None if build is not None else cast(Drafter | str | None, drafter)
+    base = SpecDiff(model, given, block_size=None if build is not None else block_size, fast=fast)
     report = GreedyReport(str(model.dtype).removeprefix("torch."), max_new_tokens, margin, [])
     for size in batch_sizes:
         run = GreedyRun(size)
         passes = decoded = 0
         for at in range(0, len(prompts), size):
             part = slice(at, at + size)
-            wrapped = fixed if build is None else SpecDiff(model, build(known[part]), block_size=block_size, fast=fast)
-            assert wrapped is not None
+            wrapped = base if build is None else redrafted(base, build(known[part]), block_size)
             out = greedy_batch(wrapped, prompts[part], max_new_tokens)
             assert out.stats is not None
             width = out.sequences.shape[1] - max(out.stats.new_tokens)

@@ -1,22 +1,23 @@
 """Does specdiff sample from the target's law? A chi-square test on the user's own pair, over several rounds.
 
-The joint law of the first ``tokens`` new tokens after a prompt is enumerated by direct, uncached forward passes of the stock
-model, with the very logits processors that transformers builds for the request. A truncating filter (top-k of a few) keeps
-the tree small. Many rows of the same prompt are then drawn by specdiff, each with its own seed, and counted.
+The joint law of the first ``tokens`` new tokens after a prompt is enumerated by direct, uncached forward passes of the
+stock model, with the very logits processors that transformers builds for the request. A truncating filter (top-k of a
+few) keeps the tree small. Many rows of the same prompt are then drawn by specdiff, each with its own seed, and counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdiff.bench.chi2 import FitTest, fit_test
-from specdiff.bench.greedy import Progress, pad_token_of
+from specdiff.bench.greedy import Progress
+from specdiff.bench.models import pad_token_of
 from specdiff.drafters.base import Drafter
 from specdiff.errors import InvalidInputError
 from specdiff.stats import SpecDiffOutput
@@ -81,7 +82,7 @@ class LawReport:
         return asdict(self) | {"rounds": list(self.rounds), "passed": self.passed}
 
 
-class _Captured(Exception):  # noqa: N818 - carries a value, signals no error
+class _Captured(Exception):
     def __init__(self, processors: Any, config: Any) -> None:
         self.processors, self.config = processors, config
 
@@ -106,7 +107,7 @@ def prepared(model: PreTrainedModel, ids: Tensor, **sampling: Any) -> tuple[Any,
         raise _Captured(logits_processor, generation_config)
 
     try:
-        model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=catch, **sampling)
+        cast(Any, model).generate(ids, attention_mask=torch.ones_like(ids), custom_generate=catch, **sampling)
     except _Captured as caught:
         eos = caught.config._eos_token_tensor
         return caught.processors, set() if eos is None else set(eos.reshape(-1).tolist())
@@ -145,7 +146,8 @@ def exact_law(model: PreTrainedModel, prompt: Tensor, tokens: int, *, rows: int 
                     grown.append(((*text, token), mass * float(row[token])))
             if len(grown) + len(law) > MAX_CELLS:
                 raise InvalidInputError(
-                    f"more than {MAX_CELLS} texts are possible: restrict the law, for example with top_k=3, or use fewer tokens"
+                    f"more than {MAX_CELLS} texts are possible: restrict the law, for example with top_k=3, "
+                    "or use fewer tokens"
                 )
         level = []
         for text, mass in grown:
@@ -275,8 +277,8 @@ def chi_square_check(
     count = max(4, block + 3) if tokens is None else tokens
     if count < 4 or count - 1 <= block + 1:
         raise InvalidInputError(
-            f"{count} tokens with blocks of {block} may end within one round; the check needs at least 4 tokens and 2 rounds: "
-            f"use at least {max(4, block + 3)} tokens"
+            f"{count} tokens with blocks of {block} may end within one round; the check needs at least 4 tokens and "
+            f"2 rounds: use at least {max(4, block + 3)} tokens"
         )
     settings = {"do_sample": True, **(sampling or {"temperature": 1.0, "top_k": 3})}
     settings.setdefault("top_k", 0)  # transformers would filter to 50 unasked

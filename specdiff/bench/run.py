@@ -16,6 +16,7 @@ from specdiff.bench.efficiency import engine_efficiency
 from specdiff.bench.equality import compare_texts
 from specdiff.bench.measure import Sample, batches, measure
 from specdiff.bench.memory import peak_bytes
+from specdiff.bench.models import redrafted
 from specdiff.bench.prompts import Prompt, encode
 from specdiff.bench.summary import mode_numbers, sample_lines, tau_table
 from specdiff.bench.verdict import verdict
@@ -92,7 +93,7 @@ def run_bench(
     ids = [encode(tokenizer, prompt.text, raw=options.raw) for prompt in prompts]
     _check_lengths(wrapped, prompts, ids, options.max_new_tokens)
     work = batches(prompts, ids, options.batch_size)
-    plain = SpecDiff(model, None, tokenizer=wrapped.tokenizer, fast=wrapped.fast)
+    plain = redrafted(wrapped, None)
     arms = _arms(wrapped, plain, options, options.temperature)
     samples = measure(arms, work, options.max_new_tokens, seed=options.seed, progress=_step(tell, "timed runs"))
     mode = mode_numbers(samples, options.temperature)
@@ -220,5 +221,6 @@ def _check_lengths(wrapped: SpecDiff, prompts: Sequence[Prompt], ids: Sequence[T
     for prompt, row in zip(prompts, ids, strict=True):
         if most is not None and row.numel() + new > most:
             raise InvalidInputError(
-                f"prompt {prompt.id} has {row.numel()} tokens; with {new} new ones that is more than the target's {most} positions"
+                f"prompt {prompt.id} has {row.numel()} tokens; with {new} new ones that is more than the target's "
+                f"{most} positions"
             )

@@ -1,4 +1,4 @@
-"""From timed runs to the numbers of the report: pure functions, plain JSON types, no NaN (what is not known is None)."""
+"""From timed runs to the numbers of the report: pure functions, plain JSON types, None for what is not known."""
 
 from __future__ import annotations
 

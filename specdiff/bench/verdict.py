@@ -68,7 +68,8 @@ def verdict(
         if best["expected_ratio"] > CLEAR_GAIN and best["block_size"] != cost.block_size:  # type: ignore[union-attr]
             reasons.append(
                 f"A shorter block may pay: with {best['block_size']} drafted tokens the same acceptance gives tau "
-                f"{best['tau']:.2f} at a break-even of {best['break_even_tau']:.2f}. Try --block-size {best['block_size']}."
+                f"{best['tau']:.2f} at a break-even of {best['break_even_tau']:.2f}. "
+                f"Try --block-size {best['block_size']}."
             )
         elif not rates or best["expected_ratio"] <= 1:
             reasons.append(

@@ -11,17 +11,21 @@ from specdiff.report.svg import bars, curves
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a202c; background: #fff; max-width: 1020px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a202c; background: #fff; max-width: 1020px;
+  margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin: 1.8em 0 .5em; }
-.muted { color: #4a5568; } .verdict { border-left: 5px solid #718096; background: #f7fafc; padding: .6em 1em; margin: 1em 0; }
+.muted { color: #4a5568; }
+.verdict { border-left: 5px solid #718096; background: #f7fafc; padding: .6em 1em; margin: 1em 0; }
 .verdict.yes { border-color: #2f855a; } .verdict.no { border-color: #c53030; } .verdict p { margin: .3em 0; }
-table { border-collapse: collapse; margin: .4em 0; } th, td { text-align: left; padding: .25em .8em .25em 0; border-bottom: 1px solid #e2e8f0; }
+table { border-collapse: collapse; margin: .4em 0; }
+th, td { text-align: left; padding: .25em .8em .25em 0; border-bottom: 1px solid #e2e8f0; }
 td + td, th + th { text-align: right; } tr.total td { font-weight: 600; border-top: 2px solid #a0aec0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1.2em 2em; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .2em; } svg { width: 100%; height: auto; }
 svg text { font: 11px system-ui, sans-serif; fill: #2d3748; } svg .axis { fill: #4a5568; }
 svg .grid { stroke: #e2e8f0; } svg .mark { stroke: #c53030; stroke-dasharray: 5 4; }
-.legend span { margin-right: 1.2em; font-size: 13px; } .legend i { display: inline-block; width: 11px; height: 11px; margin-right: .4em; }
+.legend span { margin-right: 1.2em; font-size: 13px; }
+.legend i { display: inline-block; width: 11px; height: 11px; margin-right: .4em; }
 ul.plain { list-style: none; padding-left: 0; }
 """
 
@@ -41,7 +45,8 @@ def html_page(report: dict[str, Any]) -> str:
         _samples(report),
     ]
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
         f"<title>specdiff benchmark</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
@@ -86,8 +91,9 @@ def _speed(report: dict[str, Any]) -> str:
         ),
     )
     note = (
-        '<p class="muted">All ways ran in turn on each prompt, after a warm-up that is not counted. Speeds are of decoding '
-        "alone; the prefill is the time to the first token. Peak memory is above what was in use before the call.</p>"
+        '<p class="muted">All ways ran in turn on each prompt, after a warm-up that is not counted. Speeds are of '
+        "decoding alone; the prefill is the time to the first token. Peak memory is above what was in use before "
+        "the call.</p>"
     )
     return f"<h2>Speed</h2>{ratios}{arms}{note}"
 
@@ -168,8 +174,8 @@ def _tau(report: dict[str, Any]) -> str:
     total += [number(other["tau"]["macro"]) for other in others]
     head = ("prompt set", "prompts", "loops", "tau", "without loops", "speculation", *extra)
     note = (
-        '<p class="muted">tau: new tokens per target pass, the prefill\'s own token not counted. A text counts as a loop when '
-        "a quarter or more of its 6-grams occurred in it before.</p>"
+        '<p class="muted">tau: new tokens per target pass, the prefill\'s own token not counted. A text is a loop '
+        "when a quarter or more of its 6-grams occurred in it before.</p>"
     )
     return f"<h2>tau</h2>{table(head, rows, total)}{note}"
 
@@ -209,7 +215,7 @@ def _texts(report: dict[str, Any]) -> str:
 def _environment(report: dict[str, Any]) -> str:
     rows = []
     for section, values in {"settings": report["settings"], **report["environment"]}.items():
-        rows += [(f"{section}: {name}", "–" if value is None else str(value)) for name, value in values.items()]
+        rows += [(f"{section}: {name}", "-" if value is None else str(value)) for name, value in values.items()]
     return (
         f"<h2>Environment</h2><details><summary>Versions, machine, settings</summary>{table(('', ''), rows)}</details>"
     )

@@ -60,7 +60,8 @@ def bars(
             shown = f"{100 * value:.1f}%" if percent else f"{value:.3g}"
             out.append(
                 f'<rect x="{left:.1f}" y="{HEIGHT - BOTTOM - height:.1f}" width="{width:.1f}" height="{height:.1f}" '
-                f'fill="{COLOURS[number % len(COLOURS)]}"><title>{escape(f"{labels[at]}, {name}: {shown}")}</title></rect>'
+                f'fill="{COLOURS[number % len(COLOURS)]}">'
+                f"<title>{escape(f'{labels[at]}, {name}: {shown}')}</title></rect>"
             )
     every = max(1, -(-max((len(label) for label in labels), default=0) * len(labels) // 70))
     for at, label in enumerate(labels):
@@ -111,7 +112,8 @@ def _frame(marks: Sequence[float], x: str, y: str, percent: bool) -> list[str]:
     out.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 32, x, "middle", "axis"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     out.append(
-        f'<text x="12" y="{middle:.1f}" text-anchor="middle" class="axis" transform="rotate(-90 12 {middle:.1f})">{escape(y)}</text>'
+        f'<text x="12" y="{middle:.1f}" text-anchor="middle" class="axis" '
+        f'transform="rotate(-90 12 {middle:.1f})">{escape(y)}</text>'
     )
     return out
 

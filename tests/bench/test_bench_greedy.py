@@ -113,7 +113,7 @@ def test_wrong_arguments():
 @pytest.mark.slow
 @pytest.mark.model
 def test_hundred_prompts_of_the_default_model(model_pair):
-    """100 prompts, 96 new tokens, float32: batch 1 and ragged batches of 4, three drafters and the fast path's default."""
+    """100 prompts, 96 new tokens, float32: batch 1 and ragged batches of 4, three drafters."""
     model, tokenizer = model_pair
     folder = dev_data()
     file = folder / "spec_bench_dev.jsonl" if folder is not None else None

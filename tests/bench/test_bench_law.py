@@ -89,10 +89,9 @@ def test_exact_law_is_the_product_of_conditionals_and_stops_at_eos():
 
 
 def _b09(rule, name, block, vocab, draws):
-    report = chi_square_check(
-        tiny_llama(vocab, scale=0.3 if block == 2 else 0.5), SlantedDrafter(vocab, block, sharp=1.5), PROMPT, rule=rule, draws=draws, rows=1000, seed=5, block_size=block,
-        level=LEVEL, **FILTERS[name],
-    )  # fmt: skip
+    model, drafter = tiny_llama(vocab, scale=0.3 if block == 2 else 0.5), SlantedDrafter(vocab, block, sharp=1.5)
+    options = {"rule": rule, "draws": draws, "block_size": block, "level": LEVEL, **FILTERS[name]}
+    report = chi_square_check(model, drafter, PROMPT, rows=1000, seed=5, **options)
     assert report.passed, report
     assert report.rounds[0] >= 2 and report.tokens == block + 3
     assert 0 < report.acceptance_rate < 1
@@ -137,10 +136,11 @@ def test_b11_far_drafter(rule, vocab, seeded):
     """B11: draft, acceptance and recovery draws are independent: 20,000 draws, q far from p."""
     model = tiny_llama(vocab, scale=0.8)
     torch.manual_seed(11)  # what calls without a seed draw theirs from
+    tokens, block = (5, 2) if vocab == 3 else (4, 1)
+    options = {"rule": rule, "tokens": tokens, "block_size": block, "seed": 7 if seeded else None, "top_k": 0}
     report = chi_square_check(
-        model, SlantedDrafter(vocab, 2, sharp=4.0), PROMPT, rule=rule, tokens=5 if vocab == 3 else 4, draws=20_000, rows=2000,
-        seed=7 if seeded else None, block_size=2 if vocab == 3 else 1, level=LEVEL, top_k=0,
-    )  # fmt: skip
+        model, SlantedDrafter(vocab, 2, sharp=4.0), PROMPT, draws=20_000, rows=2000, level=LEVEL, **options
+    )
     assert report.passed, report
     assert report.rounds[0] >= 2
 
