@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("specdiff.cli.chat", "talk to a model"),
     "check": ("specdiff.cli.check", "say whether a model can be served, and if not why"),
     "audit": ("specdiff.cli.audit", "check on your own pair that nothing is lost"),
+    "bench": ("specdiff.bench.cli", "measure speed here, where it comes from, and whether drafting pays"),
     "train": ("specdiff.cli.train", "train a drafter for a model"),
     "env": ("specdiff.cli.env", "report versions, devices, caches"),
 }
