@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdiff.verify.noise import Noise, Purpose
+from specdiff.verify.noise import CounterNoise, Noise, Purpose
 
 TOKEN = Purpose.DRAFT
 """Draws of tokens."""
@@ -28,6 +28,10 @@ _PASS_BITS = 18
 
 class Draws(Protocol):
     """Randomness of one pass for ``A`` rows and ``W`` columns."""
+
+    def select(self, rows: Tensor) -> Draws:
+        """The draws of a subset of rows: ``Long[a]``."""
+        ...
 
     def race(self, positions: Tensor, vocab: int) -> Tensor:
         """``float32[A, W, vocab]`` standard exponentials for drawing tokens at ``positions``: ``Long[A, W]``."""
@@ -58,7 +62,11 @@ class CounterDraws:
         self.noise = noise
         self.passes = passes
 
-    def _flat(self, positions: Tensor):  # noqa: ANN202 - a CounterNoise over A * W virtual rows
+    def select(self, rows: Tensor) -> CounterDraws:
+        return CounterDraws(self.noise.select(rows), self.passes[rows])
+
+    def _flat(self, positions: Tensor) -> CounterNoise:
+        """One virtual row per column."""
         rows, width = positions.shape
         seeds = self.noise.seeds[:, None].expand(rows, width).reshape(-1)
         key = (self.passes[:, None] << _PASS_BITS) + positions
@@ -79,31 +87,14 @@ class CounterDraws:
         return (self.uniform(purpose, positions)[..., 0] * vocab).long().clamp_(max=vocab - 1)
 
 
-class CoupledDraws(CounterDraws):
-    """Token draws keyed by logical position alone, with the very noise that a coupled verifier uses.
-
-    Args:
-        noise: round noise of the verifier (``coupled(slots, ids)``).
-        origin: ``Long[A]`` position of slot 0 (the first drafted token).
-        fallback: draws for everything that is not a token.
-    """
-
-    def __init__(self, base: CounterDraws, race: Tensor, origin: Tensor) -> None:
-        super().__init__(base.noise, base.passes)
-        self._race = race
-        self._origin = origin
-
-    def race(self, positions: Tensor, vocab: int) -> Tensor:
-        slot = (positions - self._origin[:, None]).clamp(0, self._race.shape[1] - 1)
-        index = slot[..., None].expand(*slot.shape, self._race.shape[-1])
-        return torch.gather(self._race, 1, index)[..., :vocab]
-
-
 class TorchDraws:
     """Draws from torch's global generator (or ``generator``), in Hugging Face's order. Rows are not independent."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
+
+    def select(self, rows: Tensor) -> TorchDraws:
+        return self
 
     def race(self, positions: Tensor, vocab: int) -> Tensor:
         out = torch.empty(*positions.shape, vocab, device=positions.device)

@@ -286,12 +286,12 @@ class DiffusionLM:
                 streamer.end()
         out = ids.clone()
         confidence = torch.zeros(ids.shape)
-        for row, end in finished.state.items():
+        for row in range(len(ids)):
+            end, i = finished.row(row)
             n = int(lengths[row])
             where = column[row, :n]
-            new = torch.where(flat_mask[row, :n], end.canvas.ids[0, :n], flat[row, :n])
-            out[row, where] = new
-            confidence[row, where.cpu()] = end.canvas.confidence[0, :n].float().cpu()
+            out[row, where] = torch.where(flat_mask[row, :n], end.canvas.ids[i, :n], flat[row, :n])
+            confidence[row, where.cpu()] = end.canvas.confidence[i, :n].float().cpu()
         if not return_dict_in_generate:
             return out
         stats = _stats(finished, [int(x) for x in flat_mask.sum(-1).tolist()])
@@ -521,14 +521,15 @@ def _notes(settings: Settings) -> list[str]:
 
 
 def _stats(finished: Finished, counts: list[int]) -> DiffusionStats:
-    order = sorted(finished.state)
-    nfe = [int(finished.state[r].passes[0]) for r in order]
+    order = sorted(finished.place)
+    ends = [finished.row(r) for r in order]
+    nfe = [int(state.passes[i]) for state, i in ends]
     return DiffusionStats(
         nfe=nfe,
         passes=finished.passes,
         new_tokens=counts,
         tokens_per_pass=[c / n if n else None for c, n in zip(counts, nfe, strict=True)],
-        blocks=[int(finished.state[r].block[0]) + 1 for r in order],
+        blocks=[int(state.block[i]) + 1 for state, i in ends],
         finish_reason=[finished.reason[r] for r in order],
     )
 
@@ -537,10 +538,10 @@ def _collect(input_ids: Tensor, finished: Finished, pad: int) -> DiffusionOutput
     """Sequences and counts of all rows."""
     texts, sure = [], []
     for row in range(len(input_ids)):
-        end = finished.state[row]
-        first, stop = int(end.first[0]), finished.stop[row]
-        texts.append(end.canvas.ids[0, first:stop])
-        sure.append(end.canvas.confidence[0, first:stop].float())
+        end, i = finished.row(row)
+        first, stop = int(end.first[i]), finished.stop[row]
+        texts.append(end.canvas.ids[i, first:stop])
+        sure.append(end.canvas.confidence[i, first:stop].float())
     width = max((len(t) for t in texts), default=0)
     new = input_ids.new_full((len(texts), width), pad)
     confidence = torch.zeros(len(texts), width)

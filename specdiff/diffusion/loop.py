@@ -73,12 +73,26 @@ class Settings:
 
 @dataclass
 class Finished:
-    """Rows that have ended, by the caller's index."""
+    """Rows that have ended.
 
-    state: dict[int, RowState] = field(default_factory=dict)
+    Attributes:
+        groups: rows that ended in the same pass, as states.
+        place: by the caller's row: its group and its index there.
+        reason: by row: "eos", "stop" or "length".
+        stop: by row: one past the last position to return.
+        passes: denoiser passes of the whole batch.
+    """
+
+    groups: list[RowState] = field(default_factory=list)
+    place: dict[int, tuple[int, int]] = field(default_factory=dict)
     reason: dict[int, str] = field(default_factory=dict)
     stop: dict[int, int] = field(default_factory=dict)
     passes: int = 0
+
+    def row(self, row: int) -> tuple[RowState, int]:
+        """The state that holds a row, and the row's index in it."""
+        group, index = self.place[row]
+        return self.groups[group], index
 
 
 class Decoder:
@@ -110,8 +124,9 @@ class Decoder:
             self.step()
             self._retire()
             if self.settings.stream is not None:
-                done = self.finished.state.get(0)
-                self.settings.stream.confirm(done or self.state, self.finished.stop.get(0))
+                done = self.finished.place.get(0)
+                state = self.state if done is None else self.finished.groups[done[0]]
+                self.settings.stream.confirm(state, self.finished.stop.get(0))
         return self.finished
 
     def step(self) -> None:
@@ -196,7 +211,7 @@ class Decoder:
         s, c = self.state, self.state.canvas
         inside = (c.positions >= s.start[index][:, None]) & (c.positions < s.end[index][:, None])
         positions, valid = pack(c.noisy[index] & inside)
-        draws = self.settings.draws or CounterDraws(s.noise.select(index), s.passes[index])
+        draws = (self.settings.draws or CounterDraws(s.noise, s.passes)).select(index)
         ids = draws.random_ids(REMASK, positions, self.denoiser.vocab_size)
         c.ids[index] = unpack(c.ids[index], positions, valid, ids)
 
@@ -229,7 +244,7 @@ class Decoder:
         s = self.state
         if self.settings.logits_hook is not None:
             logits = self.settings.logits_hook(self.finished.passes - 1, s.canvas.ids, logits, positions)
-        logits = logits.index_fill(-1, self._refused, -torch.inf)
+        logits = logits.index_fill(-1, self._refused[self._refused < logits.shape[-1]], -torch.inf)
         late = _last_fixed(s)
         if self.settings.ending.eos is not None and bool((late > 0).any()):
             early = positions < late[:, None]
@@ -278,7 +293,7 @@ class Decoder:
     def _view(self, index: Tensor, logits: Tensor, positions: Tensor, valid: Tensor, editable: Tensor) -> View:
         s = self.state
         c = s.canvas
-        draws = self.settings.draws or CounterDraws(s.noise.select(index), s.passes[index])
+        draws = (self.settings.draws or CounterDraws(s.noise, s.passes)).select(index)
         memory: dict[str, Tensor] = {k: v[index] for k, v in s.per_row.items()}
         memory.update({k: v[index].gather(1, positions) for k, v in s.per_position.items()})
         return View(
@@ -359,11 +374,12 @@ class Decoder:
         s.canvas.done = torch.tensor([r is not None for r in reasons], device=s.row.device)
         if not bool(s.canvas.done.any()):
             return
-        for i in s.canvas.done.nonzero()[:, 0].tolist():
-            row = int(s.row[i])
-            self.finished.state[row] = s.select(torch.tensor([i], device=s.row.device))
+        index = s.canvas.done.nonzero()[:, 0]
+        for place, (i, row) in enumerate(zip(index.tolist(), s.row[index].tolist(), strict=True)):
+            self.finished.place[row] = (len(self.finished.groups), place)
             self.finished.reason[row] = reasons[i] or "length"
             self.finished.stop[row] = stops[i]
+        self.finished.groups.append(s.select(index))
         keep = (~s.canvas.done).nonzero()[:, 0]
         self.state = s.select(keep)
         if self.kv is not None:

@@ -16,6 +16,7 @@ class _Slots:
         self.capacity = capacity
         self.slots: Tensor | None = None
         self.view = 0
+        self.rows: Tensor | None = None
 
 
 class ScatterLayer(CacheLayerMixin):
@@ -51,10 +52,14 @@ class ScatterLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self._keys is not None and self._values is not None and self._shared.slots is not None
+        rows, view = self._shared.rows, self._shared.view
+        if rows is not None:
+            self._keys[rows[:, None], :, self._shared.slots] = key_states.transpose(1, 2)
+            self._values[rows[:, None], :, self._shared.slots] = value_states.transpose(1, 2)
+            return self._keys[rows, :, :view], self._values[rows, :, :view]
         index = self._shared.slots[:, None, :, None]
         self._keys.scatter_(2, index.expand_as(key_states), key_states)
         self._values.scatter_(2, index.expand_as(value_states), value_states)
-        view = self._shared.view
         return self._keys[:, :, :view], self._values[:, :, :view]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -78,7 +83,14 @@ class ScatterCache(Cache):
 
     Before each forward, :meth:`aim` says where the new keys and values go and how many positions are read back; the
     attention mask (built by the denoiser) decides which of those count.
+
+    Args:
+        layers: attention layers of the model.
+        capacity: positions per row.
     """
+
+    keep_rows = False
+    """:meth:`select` only narrows the rows that take part; :meth:`all_rows` brings them back (a cache that outlives a loop)."""
 
     def __init__(self, layers: int, capacity: int) -> None:
         self._shared = _Slots(capacity)
@@ -97,9 +109,16 @@ class ScatterCache(Cache):
         self._shared.view = extent + 1
 
     def select(self, rows: Tensor) -> None:
-        """Keep only ``rows``: ``Long[b]``."""
+        """Keep only ``rows``: ``Long[b]``, or with ``keep_rows`` let only them take part."""
+        if self.keep_rows:
+            self._shared.rows = rows if self._shared.rows is None else self._shared.rows[rows]
+            return
         for layer in self.layers:
             layer.select(rows)
+
+    def all_rows(self) -> None:
+        """All rows take part again."""
+        self._shared.rows = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self._shared.view - 1, 0)

@@ -31,7 +31,11 @@ class Ancestral(Policy):
     """
 
     name: ClassVar[str] = "ancestral"
-    looks_at_draw: ClassVar[bool] = False
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, _ = view.propose()
@@ -58,7 +62,11 @@ class FirstHitting(Policy):
     """BD3-LM's first-hitting sampler (Zheng et al. 2024): ``t <- t u^(1/n)``, one masked position uniformly, per pass."""
 
     name: ClassVar[str] = "first_hitting"
-    looks_at_draw: ClassVar[bool] = False
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, _ = view.propose()
@@ -78,12 +86,16 @@ class AnyOrder(Policy):
     """
 
     name: ClassVar[str] = "any_order"
-    looks_at_draw: ClassVar[bool] = False
     order: str = "random"
 
     def check(self) -> None:
         if self.order not in ("random", "left", "right"):
             raise InvalidInputError(f"policy 'any_order': order must be random, left or right, not {self.order!r}")
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, _ = view.propose()
@@ -140,7 +152,6 @@ class ReMDM(Policy):
 
     name: ClassVar[str] = "remdm"
     sticky: ClassVar[bool] = False
-    looks_at_draw: ClassVar[bool] = False
     kind: str = "cap"
     cap: float = 0.008
     scale: float = 0.015
@@ -184,6 +195,11 @@ class ReMDM(Policy):
                 else remdm_sigma(self.kind, alpha_t, alpha_s, confidence, everywhere, self.cap, self.scale)
             )
         return sigma, remdm_unmask(alpha_t[:, None], alpha_s[:, None], step_sigma)
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, _ = view.propose()

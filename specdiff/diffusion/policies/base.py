@@ -130,8 +130,6 @@ class Policy:
     Class attributes:
         name: what users write.
         sticky: a committed token stays (no remasking, no editing), so that an EOS may end a row inside a block.
-        looks_at_draw: the choice of positions looked at the drawn token's own value (DESIGN 4.1: a drafter that uses such
-            a policy proposes ``Delta``).
         corruption: the corruption it is made for.
         needs_ar: it also reads an AR model.
         per_block: ``steps`` counts per block, not per generation.
@@ -142,7 +140,6 @@ class Policy:
 
     name: ClassVar[str] = ""
     sticky: ClassVar[bool] = True
-    looks_at_draw: ClassVar[bool] = True
     corruption: ClassVar[str] = "mask"
     needs_ar: ClassVar[bool] = False
     per_block: ClassVar[bool] = False
@@ -156,6 +153,14 @@ class Policy:
 
     def check(self) -> None:
         """Refuse options out of range."""
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """The choice of positions looks at the drawn token's own value (the usual confidence of the sampled token).
+
+        Such a policy cannot state the law of its tokens; a drafter that uses it proposes ``Delta``.
+        """
+        return True
 
     def wants(self, frame: Frame) -> Tensor:
         """``Bool[A, N]`` positions whose prediction the policy reads: the noisy ones of the block."""

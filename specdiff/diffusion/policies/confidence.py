@@ -16,7 +16,7 @@ from specdiff.diffusion.sampling import entropy, margin
 from specdiff.diffusion.schedule import dream_quota, dream_times, even_quota
 from specdiff.errors import InvalidInputError
 
-_SCORES = ("confidence", "random", "margin", "entropy", "left")
+_SCORES = ("confidence", "peak", "random", "margin", "entropy", "left")
 
 
 def scored(view: View, score: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,6 +24,8 @@ def scored(view: View, score: str) -> tuple[Tensor, Tensor, Tensor]:
     tokens, confidence, law = view.propose()
     if score == "confidence":
         return tokens, confidence, confidence
+    if score == "peak":
+        return tokens, confidence, torch.softmax(law, -1).amax(-1)
     if score == "margin":
         return tokens, confidence, margin(law)
     if score == "entropy":
@@ -38,7 +40,8 @@ class Quota(Policy):
     """LLaDA (Nie et al. 2025): the ``n // S + (i < n % S)`` best positions of the block per step.
 
     Attributes:
-        score: "confidence" (low-confidence remasking), "random", "margin", "entropy" or "left".
+        score: "confidence" (low-confidence remasking: probability of the drawn token), "peak" (of the likeliest token),
+            "random", "margin", "entropy" or "left".
     """
 
     name: ClassVar[str] = "quota"
@@ -47,6 +50,11 @@ class Quota(Policy):
     def check(self) -> None:
         if self.score not in _SCORES:
             raise InvalidInputError(f"policy 'quota': score must be one of {_SCORES}, not {self.score!r}")
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """Only "confidence" reads the drawn token's own probability."""
+        return self.score == "confidence"
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, score = scored(view, self.score)
@@ -132,8 +140,12 @@ class Sequential(Policy):
     """SDAR's sequential: the quota's leftmost positions."""
 
     name: ClassVar[str] = "sequential"
-    looks_at_draw: ClassVar[bool] = False
     per_block: ClassVar[bool] = True
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, _ = view.propose()
@@ -146,12 +158,16 @@ class EntropyBudget(Policy):
     """SDAR's entropy-bounded: ascending entropy while the sum itself stays within the bound; at least one."""
 
     name: ClassVar[str] = "entropy_budget"
-    looks_at_draw: ClassVar[bool] = False
     per_block: ClassVar[bool] = True
     bound: float = 0.35
 
     def check(self) -> None:
         in_range(self, "bound", 0.0, float("inf"))
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         tokens, confidence, law = view.propose()
@@ -191,6 +207,11 @@ class Dream(Policy):
             score = score.double() / self.alg_temp - torch.log(-torch.log(u))
         count = dream_quota(view.masks, view.steps, view.step, self.eps)
         return committed(view, select.top(score, view.open, count), tokens, confidence)
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """Only ``maskgit_plus`` reads the drawn token's own probability."""
+        return self.alg == "maskgit_plus"
 
     def _origin(self, view: View) -> Decision:
         """Each mask is decided with chance ``1 - s/t``. Steps that would decide nothing need no pass: they are skipped."""

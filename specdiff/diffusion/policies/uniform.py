@@ -34,7 +34,6 @@ class EntropyBound(Policy):
 
     name: ClassVar[str] = "entropy_bound"
     sticky: ClassVar[bool] = False
-    looks_at_draw: ClassVar[bool] = False
     corruption: ClassVar[str] = "uniform"
     per_block: ClassVar[bool] = True
 
@@ -59,6 +58,11 @@ class EntropyBound(Policy):
     def tempered(self, view: View) -> Tensor:
         """The logits over this step's temperature; also what self-conditioning reads next."""
         return view.logits / falling_temperature(view.steps, view.step, self.t_min, self.t_max)[:, None, None]
+
+    @property
+    def looks_at_draw(self) -> bool:
+        """False: positions are chosen without looking at drawn tokens."""
+        return False
 
     def decide(self, view: View) -> Decision:
         logits = self.tempered(view)

@@ -1,0 +1,447 @@
+"""A standalone block-diffusion language model as drafter: any model that native mode runs, with a cache of its own.
+
+How the tokens come about decides what may be said of their law (DESIGN 4.1). The modes:
+
+``single``
+    one pass, all tokens drawn from its marginals: ``Sampled``.
+``left``
+    left to right, one pass a token: an exact left-to-right ``q``, ``Sampled``.
+``order``
+    several passes by a policy that chooses positions without looking at drawn tokens: ``Sampled`` with ``written``, so that
+    exposed tokens (a position to the left was written later) are tested as ``Delta``.
+``delta``
+    any policy at all: ``Delta``.
+``redraw``
+    any policy; the last pass draws all tokens anew from its own marginals with fresh noise, given the canvas it saw (which
+    becomes auxiliary randomness): ``Sampled``.
+
+Under ``greedy`` every mode proposes argmax tokens (``Delta``); under ``coupled`` it draws with the target's own noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specdiff.diffusion.caches import BlockCache, ExactBlock
+from specdiff.diffusion.canvas import Canvas
+from specdiff.diffusion.lm import DiffusionLM
+from specdiff.diffusion.loop import Decoder, Settings
+from specdiff.diffusion.policies import Decision, Frame, Policy, View, make_policy
+from specdiff.diffusion.sampling import Sampling
+from specdiff.diffusion.state import RowState
+from specdiff.diffusion.stop import Ending
+from specdiff.diffusion.visibility import block_floor
+from specdiff.drafters.base import DraftRequest, as_limits
+from specdiff.errors import InvalidInputError, UnsupportedError
+from specdiff.verify.laws import Coupled, Delta, Proposal, Sampled
+from specdiff.verify.noise import Noise, Purpose, RoundNoise
+
+MODES = ("single", "left", "order", "delta", "redraw")
+
+
+class BlockLMDrafter:
+    """A diffusion language model that drafts.
+
+    Args:
+        lm: the model (:class:`specdiff.DiffusionLM`); its vocabulary must be the target's.
+        block_size: K, drafted tokens per round. Default: the model's block size, less one where the first token of a block
+            comes from a clean pass; 8 for models without blocks.
+        mode: see the module; default "single", or "order" if ``steps`` or ``policy`` is given.
+        steps: denoising passes per block, for "order", "delta" and "redraw".
+        policy: name or object of a native policy, for "order", "delta" and "redraw".
+        tokenizer: with ``target_tokenizer``: both are compared, and different vocabularies are refused.
+        target_tokenizer: see ``tokenizer``.
+        **options: options of the policy.
+
+    Raises:
+        UnsupportedError: the model cannot draft (uniform noise), or the policy does not fit the mode.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        block_size: int | None = None,
+        *,
+        mode: str | None = None,
+        steps: int | None = None,
+        policy: str | Policy | None = None,
+        tokenizer: Any = None,
+        target_tokenizer: Any = None,
+        **options: Any,
+    ) -> None:
+        if lm.spec.corruption != "mask" or lm.spec.commit != "model":
+            raise UnsupportedError(f"{lm.spec.name}: only masked diffusion models with one forward can draft")
+        if lm.spec.attention == "block_causal" and lm.spec.alignment == "prompt":
+            raise UnsupportedError(f"{lm.spec.name}: blocks counted from a prompt's end cannot follow a growing text; "
+                                   "alignment 'absolute' can")
+        self.lm = lm
+        self.mode = mode or ("single" if steps is None and policy is None else "order")
+        if self.mode not in MODES:
+            raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        self.block_size = _default_block(lm) if block_size is None else block_size
+        if self.block_size < 1:
+            raise InvalidInputError(f"block_size must be at least 1, not {self.block_size}")
+        if lm.spec.attention == "block_causal" and self.block_size > (lm.spec.block_size or 1):
+            raise InvalidInputError(
+                f"block_size {self.block_size} is more than the model's blocks of {lm.spec.block_size}"
+            )
+        self.policy = self._policy(steps, policy, options)
+        if tokenizer is not None and target_tokenizer is not None:
+            check_same_tokenizer(tokenizer, target_tokenizer)
+
+    def _policy(self, steps: int | None, policy: str | Policy | None, options: dict[str, Any]) -> Policy:
+        if self.mode in ("single", "left"):
+            if policy is not None or options or steps not in (None, 1 if self.mode == "single" else self.block_size):
+                raise InvalidInputError(
+                    f"mode {self.mode!r} fixes its passes; steps, policy and options belong to other modes"
+                )
+            if self.mode == "single":
+                return make_policy("quota", {"steps": 1, "score": "left"})
+            return make_policy("any_order", {"order": "left"})
+        if policy is None:
+            policy, options = "quota", {"score": "confidence" if self.mode == "delta" else "peak", **options}
+        if isinstance(policy, str) and steps is not None:
+            options = {**options, "steps": steps}
+        chosen = make_policy(policy, options)
+        if chosen.corruption != "mask" or chosen.needs_ar:
+            raise UnsupportedError(f"policy {chosen.name!r} cannot draft")
+        if self.mode == "order" and (chosen.looks_at_draw or not chosen.sticky):
+            raise UnsupportedError(
+                f"policy {chosen.name!r} looks at drawn tokens or takes them back, so the law of its tokens is not known: "
+                "use mode='delta' or mode='redraw'"
+            )
+        return Redraw(steps=chosen.steps or 2, inner=chosen) if self.mode == "redraw" else chosen
+
+    def start(self, request: DraftRequest) -> BlockLMSession:
+        """Open the state of one call."""
+        return BlockLMSession(self, request)
+
+    def to(self, *args: Any, **kwargs: Any) -> BlockLMDrafter:
+        """Move the model."""
+        self.lm.model.to(*args, **kwargs)
+        return self
+
+
+def check_same_tokenizer(ours: Any, theirs: Any) -> None:
+    """Refuse two tokenizers that map ids to different strings."""
+    a, b = ours.get_vocab(), theirs.get_vocab()
+    if a != b:
+        differ = sorted(set(a.items()) ^ set(b.items()), key=lambda x: (x[1], x[0]))[:3]
+        raise UnsupportedError(
+            f"drafter and target have different tokenizers ({len(a)} and {len(b)} entries, first differences {differ}): a "
+            "standalone diffusion LM drafts for targets with its own vocabulary only"
+        )
+
+
+def _default_block(lm: DiffusionLM) -> int:
+    return lm.spec.block_size or 8
+
+
+@dataclass(frozen=True)
+class Redraw(Policy):
+    """Runs ``inner`` and draws every token anew, with fresh noise, from the marginals of the last pass."""
+
+    name: ClassVar[str] = "redraw"
+    sticky: ClassVar[bool] = False
+    per_block: ClassVar[bool] = True
+    inner: Policy = field(default_factory=Policy)
+
+    def wants(self, frame: Frame) -> Tensor:
+        return frame.editable & frame.inside
+
+    def granted(self, initial: Tensor, share: Tensor | None) -> Tensor:
+        return self.inner.granted(initial, share)
+
+    def decide(self, view: View) -> Decision:
+        draws = view.draws
+        assert isinstance(draws, RoundDraws)
+        seen = replace(view, draws=draws.other())
+        decision = self.inner.decide(seen)
+        last = (view.step + 1 >= view.steps) | (view.masks == 0)
+        fresh = draws.categorical(view.logits, view.positions)
+        decision.ids = torch.where(last[:, None], fresh, decision.ids)
+        decision.noisy = decision.noisy & ~last[:, None]
+        decision.keep_open = ~last
+        decision.close = last
+        return decision
+
+
+class RoundDraws:
+    """Draws of one round from the engine's noise; slot 0 is the first drafted position.
+
+    Args:
+        noise: the round's noise.
+        origin: ``Long[A]`` position of slot 0.
+        slots: width of the widest block.
+        coupled: draw tokens with the noise the target will use.
+        rows: ``Long[A]`` rows of the noise that this pass has.
+        half: 1 for a second, independent set of numbers.
+    """
+
+    def __init__(
+        self, noise: RoundNoise, origin: Tensor, slots: int, coupled: bool, rows: Tensor | None = None, half: int = 0
+    ) -> None:
+        self.noise, self.origin, self.slots, self.coupled, self.half = noise, origin, slots, coupled, half
+        self.rows = torch.arange(len(origin), device=origin.device) if rows is None else rows
+
+    def other(self) -> RoundDraws:
+        """Numbers that are independent of these."""
+        return RoundDraws(self.noise, self.origin, self.slots, self.coupled, self.rows, 1)
+
+    def select(self, rows: Tensor) -> RoundDraws:
+        return RoundDraws(self.noise, self.origin, self.slots, self.coupled, self.rows[rows], self.half)
+
+    def _slot(self, positions: Tensor) -> Tensor:
+        return (positions - self.origin[self.rows][:, None]).clamp(0, self.slots - 1) + self.half * self.slots
+
+    def race(self, positions: Tensor, vocab: int) -> Tensor:
+        ids = torch.arange(vocab, device=positions.device)
+        if self.coupled and not self.half:
+            numbers = self.noise.coupled(self.slots, ids)
+        else:
+            numbers = self.noise.exponential(Purpose.DRAFT, (self.half + 1) * self.slots, ids)
+        slot = self._slot(positions)
+        return numbers[self.rows].gather(1, slot[..., None].expand(*slot.shape, vocab))
+
+    def uniform(self, purpose: Purpose, positions: Tensor, count: int = 1) -> Tensor:
+        # drafting knows one purpose; choice and token numbers differ by their slots
+        wide = self.noise.uniform(Purpose.DRAFT, 2 * self.slots * count)[self.rows]
+        slot = self._slot(positions)[..., None] * count + torch.arange(count, device=positions.device)
+        return wide.gather(1, slot.flatten(1)).view(*positions.shape, count)
+
+    def categorical(self, logits: Tensor, positions: Tensor) -> Tensor:
+        race = self.race(positions, logits.shape[-1])
+        return (torch.softmax(logits.float(), -1) / race).argmax(-1)
+
+    def random_ids(self, purpose: Purpose, positions: Tensor, vocab: int) -> Tensor:
+        raise UnsupportedError("uniform noise cannot draft")
+
+
+@dataclass
+class _Record:
+    """What each slot was drawn from, and when."""
+
+    logits: Tensor
+    written: Tensor
+    bad: Tensor
+
+
+class BlockLMSession:
+    """State of one request: committed tokens, the model's cache, and which of its entries are final."""
+
+    def __init__(self, drafter: BlockLMDrafter, request: DraftRequest) -> None:
+        self.drafter, self.request = drafter, request
+        self.lm, self.spec, self.denoiser = drafter.lm, drafter.lm.spec, drafter.lm.denoiser
+        self.vocab = min(self.denoiser.vocab_size, request.vocab_size)
+        rows = request.batch_size
+        self._room = drafter.block_size + (self.spec.block_size or 0) + 1
+        self._ids = torch.zeros(rows, request.capacity + self._room, dtype=torch.long, device=request.device)
+        self._known = torch.zeros_like(self._ids, dtype=torch.bool)
+        self._fresh = torch.zeros_like(self._known)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=request.device)
+        self._cache: BlockCache = BlockCache()
+        if self.spec.attention != "full" and self.denoiser.supports_cache:
+            self._cache = ExactBlock()
+        self._kv: Any = None
+        self.passes = 0
+
+    # -- what the engine calls --------------------------------------------------------------------------------------
+
+    def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
+        """Draft after ``anchor``; block-aligned models draft up to the end of the block that is open."""
+        rows, block = len(anchor), self.drafter.block_size
+        first = self.lengths + 1
+        limits = as_limits(limits, block)
+        end = first + block
+        if self.spec.attention == "block_causal":
+            size = self.spec.block_size or 1
+            end = block_floor(first, torch.zeros_like(first), size) + size
+            limits = torch.minimum(limits, end - first)
+        if not rows or not bool((limits > 0).any()):
+            return Proposal(
+                tokens=torch.zeros(rows, block, dtype=torch.long, device=anchor.device),
+                lengths=torch.zeros_like(limits),
+                law=Delta(),
+            )
+        self._grow(int(end.max()))
+        self._ids.scatter_(1, self.lengths[:, None], anchor[:, None])
+        return self._draft(first, end, limits, noise)
+
+    def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
+        """Append committed tokens; their keys and values are computed with the next draft."""
+        width = tokens.shape[1]
+        if not width:
+            return
+        self._grow(int(self.lengths.max()) + width)
+        place = self.lengths[:, None] + torch.arange(width, device=tokens.device)
+        real = torch.arange(width, device=tokens.device) < counts[:, None]
+        place = place.clamp(max=self._ids.shape[1] - 1)
+        old = self._ids.gather(1, place)
+        stale = real & (old != tokens)
+        self._fresh.scatter_(1, place, self._fresh.gather(1, place) & ~stale)
+        self._ids.scatter_(1, place, torch.where(real, tokens, old))
+        self.lengths = self.lengths + counts
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only ``rows``."""
+        for name in ("_ids", "_known", "_fresh", "lengths"):
+            setattr(self, name, getattr(self, name)[rows])
+        if self._kv is not None:
+            self._kv.keep_rows = False
+            self.denoiser.select(self._kv, rows)
+            self._kv.keep_rows = True
+
+    def rollback(self, lengths: Tensor) -> None:
+        """Forget committed tokens past ``lengths``."""
+        self.lengths = torch.minimum(self.lengths, lengths)
+        self._forget(self.lengths)
+
+    def close(self) -> None:
+        """Release the cache."""
+        self._kv = None
+
+    # -- drafting ---------------------------------------------------------------------------------------------------
+
+    def _draft(self, first: Tensor, end: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
+        rows, block = len(first), self.drafter.block_size
+        device, width = first.device, int(end.max())
+        position = torch.arange(width, device=device)
+        noisy = (position >= first[:, None]) & (position < end[:, None])
+        ids = torch.where(noisy, self.spec.mask_id or 0, self._ids[:, :width])
+        prompt = position < first[:, None]
+        greedy, coupled = self.request.greedy, self.request.rule == "coupled"
+        record = _Record(
+            logits=torch.zeros(rows, block, self.vocab, device=device),
+            written=torch.zeros(rows, block, dtype=torch.long, device=device),
+            bad=torch.zeros(rows, block, dtype=torch.bool, device=device),
+        )
+        state = RowState.build(
+            Canvas.build(ids, noisy, prompt, prompt, end),
+            Noise(torch.zeros_like(first)),
+            self.spec,
+            first,
+            first + limits,
+        )
+        state.known, state.fresh = self._known[:, :width].clone(), self._fresh[:, :width].clone()
+        if self._cache.stores and self._kv is None:
+            self._kv = self.denoiser.new_cache(rows, self._ids.shape[1])
+            self._kv.keep_rows = True
+        draws = RoundDraws(noise, first, int((end - first).max()), coupled)
+        settings = Settings(
+            policy=self.drafter.policy,
+            sampling=Sampling(temperature=0.0 if greedy else 1.0, convention="sdar"),
+            cache=self._cache,
+            ending=Ending(),
+            draws=draws,
+        )
+        run = _Run(self, state, settings, record, draws)
+        finished = run.decode()
+        self.passes += finished.passes
+        if self._kv is not None:
+            self._kv.all_rows()
+        tokens = torch.zeros(rows, block, dtype=torch.long, device=device)
+        slot = torch.arange(block, device=device)
+        for group in finished.groups:
+            place = (group.first[:, None] + slot).clamp(max=width - 1)
+            tokens[group.row] = group.canvas.ids.gather(1, place)
+            self._known[group.row, :width] = group.known
+            self._fresh[group.row, :width] = group.fresh
+        return self._proposal(tokens, limits, record, greedy, coupled)
+
+    def _proposal(self, tokens: Tensor, limits: Tensor, record: _Record, greedy: bool, coupled: bool) -> Proposal:
+        slot = torch.arange(tokens.shape[1], device=tokens.device)
+        # a broken drafter row cuts the proposal before it: that costs speed only
+        lengths = torch.minimum(limits, torch.where(record.bad, slot, tokens.shape[1]).amin(-1))
+        ids = None
+        if self.vocab < self.request.vocab_size:
+            ids = torch.arange(self.vocab, device=tokens.device)
+        if coupled:
+            return Proposal(tokens=tokens, lengths=lengths, law=Coupled())
+        if greedy or self.drafter.mode == "delta":
+            return Proposal(tokens=tokens, lengths=lengths, law=Delta())
+        written = record.written if self.drafter.mode == "order" else None
+        return Proposal(
+            tokens=tokens, lengths=lengths, law=Sampled(), logits=record.logits, draft_ids=ids, written=written
+        )
+
+    def _forget(self, lengths: Tensor) -> None:
+        keep = torch.arange(self._ids.shape[1], device=lengths.device) < lengths[:, None]
+        self._fresh &= keep
+        self._known &= keep
+
+    def _grow(self, need: int) -> None:
+        """More room; a grown cache is filled anew with the next draft."""
+        if need + self._room <= self._ids.shape[1]:
+            return
+        extra = max(need + self._room - self._ids.shape[1], self._ids.shape[1])
+        self._ids = torch.nn.functional.pad(self._ids, (0, extra))
+        self._known = torch.zeros_like(self._ids, dtype=torch.bool)
+        self._fresh = torch.zeros_like(self._known)
+        self._kv = None
+
+
+class _Run:
+    """One block through the native loop, with the law of every token kept."""
+
+    def __init__(
+        self, session: BlockLMSession, state: RowState, settings: Settings, record: _Record, draws: RoundDraws
+    ) -> None:
+        self.session, self.record, self.draws = session, record, draws
+        self.all_rows = torch.arange(state.size, device=state.row.device)
+        settings.logits_hook = self._law
+        settings.watch.append(self._keep)
+        self._last: tuple[Tensor, Tensor] | None = None
+        self.decoder = Decoder(session.denoiser, state, settings, session._kv)
+
+    def decode(self) -> Any:
+        """Run all rows to the end of their block."""
+        return self.decoder.run()
+
+    def _law(self, number: int, ids: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
+        """The drafter's own logits, cut to the target's vocabulary, refused ids out, warped like the target's."""
+        s = self.decoder.state
+        self.draws.rows = s.row
+        logits = logits[..., : self.session.vocab]
+        refused = [i for i in self.session.spec.refused_ids if i < self.session.vocab]
+        if refused:
+            logits = logits.index_fill(-1, torch.tensor(refused, device=logits.device), -torch.inf)
+        broken = torch.isnan(logits).any(-1) | ~torch.isfinite(logits.amax(-1))
+        logits = torch.where(broken[..., None], torch.zeros((), dtype=logits.dtype, device=logits.device), logits)
+        if refused:
+            logits = logits.index_fill(-1, torch.tensor(refused, device=logits.device), -torch.inf)
+        logits = self.session.request.warp(logits.flatten(0, 1)).view(logits.shape).float()
+        self._last = (positions, logits)
+        self._mark(s, positions, broken)
+        return logits
+
+    def _mark(self, s: RowState, positions: Tensor, broken: Tensor) -> None:
+        slot = positions - s.first[:, None]
+        inside = broken & (slot >= 0) & (slot < self.record.bad.shape[1])
+        row, column = inside.nonzero(as_tuple=True)
+        self.record.bad[s.row[row], slot[row, column]] = True
+
+    def _keep(self, s: RowState) -> None:
+        """After a pass: the law and the step of every token written in it."""
+        assert self._last is not None
+        positions, logits = self._last
+        slot = positions - s.first[:, None]
+        age = s.canvas.age.gather(1, positions)
+        new = (slot >= 0) & (slot < self.record.written.shape[1]) & (age == (s.passes - 1)[:, None])
+        if self.session.drafter.mode == "redraw":
+            # all tokens of a row that has just closed come from this pass
+            closed = ~s.opened
+            new = (
+                (slot >= 0)
+                & (slot < self.record.written.shape[1])
+                & closed[:, None]
+                & ~s.canvas.noisy.gather(1, positions)
+            )
+        row, column = new.nonzero(as_tuple=True)
+        self.record.logits[s.row[row], slot[row, column]] = logits[row, column]
+        self.record.written[s.row[row], slot[row, column]] = s.passes[row] - 1
