@@ -36,7 +36,16 @@ class ModelCall:
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.model.get_input_embeddings().weight.device
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        return weight.device if weight is not None else self.model.device
+
+    def uncached(self, ids: Tensor, *, keep: Keep | None = None, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """The stock model's plain pass over ``Long[g, T]``, with the mask and positions that ``generate`` gives it."""
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        logits, tapped, _ = self(
+            ids, positions=positions, mask=torch.ones_like(ids), use_cache=False, keep=keep, taps=taps
+        )
+        return logits, tapped
 
     def __call__(
         self,
@@ -84,6 +93,8 @@ class ModelCall:
         logits = out.logits
         if slicing and keep is not None and logits.shape[1] == ids.shape[1] != (keep if isinstance(keep, int) else len(keep)):
             logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[0] != ids.shape[0]:
+            raise UnsupportedError("its logits are not one row of scores per token")
         return logits, tapped, out.get(self.cache_name) if use_cache and self.cache_name else None
 
 

@@ -93,9 +93,8 @@ def probe_tokens(call: ModelCall) -> Tensor:
 def _reference(call: ModelCall, name: str, tokens: Tensor) -> Tensor:
     """Uncached logits ``[2, LENGTH, V]``; refuses models whose pass fails or looks ahead."""
     try:
-        mask = torch.ones_like(tokens)
-        logits = torch.cat([call(row, mask=mask[:1], use_cache=False)[0] for row in tokens.split(1)])
-        short = call(tokens[:1, : LENGTH // 2], mask=mask[:1, : LENGTH // 2], use_cache=False)[0]
+        logits = torch.cat([call.uncached(row)[0] for row in tokens.split(1)])
+        short = call.uncached(tokens[:1, : LENGTH // 2])[0]
     except Exception as error:
         raise UnsupportedError(
             f"{name} cannot be a target: its plain pass over text alone fails ({type(error).__name__}: {_short(error)})"
@@ -127,7 +126,8 @@ def _candidates(call: ModelCall, plans: list[LayerPlan] | None) -> Iterator[Serv
     rows = [Serving("rows", plans=own, padding_mask=padding) for padding in (True, False)] if own else []
     foreign = []
     if call.cache_name is not None:
-        foreign = [Serving("foreign", padding_mask=padding) for padding in (True, False)]
+        makers = (False, True) if plans is not None else (True, False)
+        foreign = [Serving("foreign", padding_mask=pad, own_cache=own) for own in makers for pad in (True, False)]
     yield from [*ragged, *rows]
     if recurrent:
         yield from (replace(serving, stepwise=True) for serving in [*ragged, *rows])
@@ -189,6 +189,8 @@ def _words(serving: Serving) -> str:
         words.append("with masks by layer type" if serving.by_type else "with one mask")
     elif not serving.padding_mask:
         words.append("without a mask")
+    if serving.own_cache:
+        words.append("of the model's making")
     if serving.stepwise:
         words.append("token by token")
     return " ".join(words)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from specdiff.cache.spans import Span, WindowSpan
+from specdiff.errors import UnsupportedError
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -111,6 +112,22 @@ class RaggedLayer(CacheLayerMixin):
 
 class IndexedLayer(RaggedLayer):
     """Full attention with the key cache of an indexer (DeepSeek sparse attention) beside it: ``[B, C, D]``."""
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """``Long[3, g, start]`` positions of the indexer keys before the pass: the columns themselves.
+
+        Models that read it append the pass's own positions behind, which only suits rows that begin together.
+        """
+        if self.span.uniform is None:
+            raise UnsupportedError("indexer positions of rows that begin at different columns cannot be appended to")
+        past = self.span.view - self.span.width
+        columns = torch.arange(past, device=self.span.start.device)
+        return columns.expand(3, len(self.span.row_list), past) if past else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: Tensor | None) -> None:
+        """Nothing to keep."""
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the pass's indexer keys ``[g, T, D]``; returns all that it may read, ``[g, view, D]``."""

@@ -44,6 +44,7 @@ class Serving:
             before each pass), ``uncached`` (one row per pass, everything computed again).
         by_type: masks go in as a dict by layer type instead of one tensor.
         padding_mask: in the modes of one row per pass, a 2-D mask of ones goes in, as ``generate`` does it.
+        own_cache: in mode ``foreign``, the model makes its cache in the first pass, instead of getting transformers' default.
         stepwise: after the first pass of a row, one token per pass, for models whose multi-token step is wrong.
         plans: the cache layers, for the modes with own layers.
     """
@@ -51,6 +52,7 @@ class Serving:
     mode: Literal["ragged", "rows", "foreign", "uncached"]
     by_type: bool = False
     padding_mask: bool = True
+    own_cache: bool = False
     stepwise: bool = False
     plans: tuple[LayerPlan, ...] = ()
 
@@ -324,19 +326,13 @@ class ForeignCaches:
 
     def _whole(self, row: int, start: int, ids: Tensor, keep: int) -> tuple[Tensor, Tensor | None]:
         text = ids if not start else torch.cat([self.held[row], ids], dim=1)
-        mask = torch.ones_like(text)
-        got, states, _ = self.call(text, mask=mask, use_cache=False, keep=keep, taps=self.taps)
+        got, states = self.call.uncached(text, keep=keep, taps=self.taps)
         for inputs in range(1, ids.shape[1] + 1):
             self.results[row, inputs] = text[:, : start + inputs]
         return got[:, -keep:].float(), None if states is None else states[:, start:]
 
     def _new(self) -> Any:
-        if self.call.cache_name not in ("cache", "past_key_values", "cache_params"):
-            return None
-        try:
-            return DynamicCache(config=self.call.model.config)
-        except (KeyError, AttributeError, TypeError, ValueError):
-            return None
+        return None if self.serving.own_cache else DynamicCache(config=self.call.model.config)
 
     def take_over(self, row: int, inputs: int) -> bool:
         """Take the cache after ``inputs`` inputs over, if there is one."""
