@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdiff.errors import InvalidInputError
-from specdiff.verify import Coupled, Delta, Sampled, decide
+from specdiff.verify import RULES, Coupled, Delta, Sampled, decide
 from specdiff.verify.audit import (
     BIASED,
     EXACT,
@@ -114,6 +114,13 @@ def test_pruned_vocabulary_is_exact(rule, ids, vocab):
     target = TableLM(vocab, 9, zeros=0.2)
     drafter = TableDrafter(TableLM(len(ids), 8), 2, one_step, draft_ids=ids)
     assert bias(rule, drafter, target, 4 if vocab == 3 else 3) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_b35_delta_tokens_outside_the_vocabulary(rule):
+    """A looked-up id that the target does not have is rejected, and takes no other token's place in the residual."""
+    drafter = TableDrafter(TableLM(3, 8), 2, one_step, Delta(), draft_ids=(0, 5, -2))
+    assert bias(rule, drafter, TableLM(3, 9), 3) < EXACT
 
 
 @pytest.mark.parametrize("rule", RATIO)
