@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("specdiff.cli.demo", "the default pair on a few prompts, plain and speculative side by side"),
     "generate": ("specdiff.cli.generate", "continue a prompt"),
     "chat": ("specdiff.cli.chat", "talk to a model"),
+    "diffuse": ("specdiff.cli.diffuse", "write with a diffusion language model, the canvas shown live"),
     "check": ("specdiff.cli.check", "say whether a model can be served, and if not why"),
     "audit": ("specdiff.cli.audit", "check on your own pair that nothing is lost"),
     "bench": ("specdiff.bench.cli", "measure speed here, where it comes from, and whether drafting pays"),
