@@ -78,6 +78,21 @@ class DiffusionLM:
         model, found, spec = load(name_or_path, preset, kwargs)
         return cls(model, spec, tokenizer=tokenizer or found, **changes)
 
+    @classmethod
+    def from_adapter(cls, base: Any, folder: str, *, tokenizer: Any = None, **changes: Any) -> DiffusionLM:
+        """A dual-mode model: a causal LM and a trained adapter (:mod:`specdiff.diffusion.dual`).
+
+        Args:
+            base: the causal LM the adapter was trained for; it is not altered.
+            folder: the adapter's files.
+            tokenizer: the base's tokenizer.
+            **changes: attributes of the spec to change.
+        """
+        from specdiff.diffusion.dual import DualAdapter
+
+        adapter, spec = DualAdapter.load(base, folder)
+        return cls(adapter.model, spec, tokenizer=tokenizer, adapter=adapter, **changes)
+
     @property
     def device(self) -> torch.device:
         """Where tokens are expected."""
@@ -88,7 +103,7 @@ class DiffusionLM:
         """The model itself, to be used autoregressively (only shift-1 models with causal clean tokens are AR models)."""
         if self.spec.shift != 1 or self.spec.attention not in ("causal", "causal_context"):
             raise UnsupportedError(f"{self.spec.name}: not an autoregressive model (shift 1 and causal clean tokens are)")
-        return self.model
+        return getattr(self.adapter, "base", self.model)
 
     @torch.no_grad()
     def generate(

@@ -1,0 +1,175 @@
+"""``specdiff diffuse``: write with a diffusion language model, the canvas shown live; fill gaps in a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from specdiff.cli import codes
+from specdiff.cli.common import add_target_arguments, at_least, encode, load_model, share, target_options
+from specdiff.errors import InvalidInputError
+
+GAP = "[...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    parser.add_argument("prompt", nargs="?", help="text to continue, or with --infill a text with gaps; none or '-': stdin")
+    parser.add_argument("--infill", action="store_true", help=f"fill the gaps, written {GAP}, of the text")
+    parser.add_argument("--gap-tokens", type=at_least(1), default=8, metavar="N", help="tokens per gap; default: %(default)s")
+    parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
+    parser.add_argument("--model", metavar="MODEL", help="folder or hub id of a diffusion language model")
+    parser.add_argument("--adapter", metavar="FOLDER", help="dual-mode adapter for --target; default: the shipped one")
+    parser.add_argument("--preset", help="model family, where the checkpoint does not say")
+    add_target_arguments(parser)
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
+    group.add_argument("--policy", help="decoder; default: the model's own")
+    group.add_argument("--cache", help="block cache; default: the model's own")
+    group.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the policy, e.g. threshold=0.9, steps=64"
+    )
+    group.add_argument("--temperature", type=at_least(0, float), default=0.0, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=at_least(1), metavar="K")
+    group.add_argument("--top-p", type=share, metavar="P")
+    group.add_argument("--seed", type=at_least(0), help="repeat a sampled run")
+    out = parser.add_argument_group("output")
+    out.add_argument("--plain", action="store_true", help="no live canvas (also if the output is no terminal)")
+    out.add_argument("--delay", type=at_least(0, float), default=0.0, metavar="S", help="seconds between frames")
+    out.add_argument("--stats", action="store_true", help="report passes and tokens per pass on standard error")
+    out.add_argument("--json", action="store_true", help="write one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Diffuse."""
+    text = args.prompt
+    if text is None or text == "-":
+        if sys.stdin.isatty():
+            raise InvalidInputError("give a prompt, or pipe one in")
+        text = sys.stdin.read()
+    if not text.strip():
+        raise InvalidInputError("the prompt is empty")
+    if args.infill and GAP not in text:
+        raise InvalidInputError(f"--infill needs a gap, written {GAP}, in the text")
+    lm = load_lm(args)
+    if lm.tokenizer is None:
+        raise InvalidInputError("the model has no tokenizer of its own")
+    settings: dict[str, Any] = {
+        "policy": args.policy,
+        "cache": args.cache,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "return_dict_in_generate": True,
+        **dict(_option(item) for item in args.option),
+    }
+    live = not (args.plain or args.json) and sys.stdout.isatty()
+    if args.infill:
+        ids, hole = gaps(lm, text, args.gap_tokens)
+        first = int(hole[0].nonzero().min())
+        with _screen(lm, live, args.delay, ids[0, :first]) as streamer:
+            out = lm.infill(ids, hole, streamer=streamer, **settings)
+        written = out.sequences[0]
+    else:
+        ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
+        with _screen(lm, live, args.delay, ids[0, :0]) as streamer:
+            out = lm.generate(ids, max_new_tokens=args.max_new_tokens, streamer=streamer, **settings)
+        written = out.sequences[0, ids.shape[1] : ids.shape[1] + out.stats.new_tokens[0]]
+    answer = lm.tokenizer.decode(written, skip_special_tokens=True)
+    if args.json:
+        stats = {k: v for k, v in vars(out.stats).items()}
+        print(json.dumps({"prompt": text, "text": answer, "token_ids": written.tolist(), "stats": stats}, ensure_ascii=False))
+    else:
+        print(answer)
+    if args.stats:
+        s = out.stats
+        rate = "" if s.tokens_per_pass[0] is None else f", {s.tokens_per_pass[0]:.2f} tokens per pass"
+        notes = "".join(f", {n}" for n in s.notes)
+        print(f"{s.new_tokens[0]} tokens in {s.nfe[0]} passes{rate}, {s.seconds:.2f} s{notes}", file=sys.stderr)
+    return codes.OK
+
+
+def _option(item: str) -> tuple[str, Any]:
+    """``NAME=VALUE`` with a JSON value, or a plain word."""
+    name, sign, value = item.partition("=")
+    if not sign or not name:
+        raise InvalidInputError(f"--option needs NAME=VALUE, got {item!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def load_lm(args: argparse.Namespace) -> Any:
+    """The diffusion model that the options name: a checkpoint, or a causal LM with a dual-mode adapter."""
+    from specdiff import DiffusionLM
+
+    if args.model and args.adapter:
+        raise InvalidInputError("--model is a diffusion model of its own; --adapter belongs to --target")
+    if args.model:
+        from specdiff.cli.common import quiet_libraries
+
+        quiet_libraries()
+        options = {k: v for k, v in target_options(args).items() if k != "trust_remote_code"}
+        lm = DiffusionLM.from_pretrained(args.model, args.preset, **options)
+        if args.device:
+            lm.model.to(args.device)
+        return lm
+    folder = args.adapter or default_adapter()
+    if folder is None:
+        raise InvalidInputError("no dual-mode adapter is installed: give --model, or --adapter with --target")
+    if args.target is not None and args.adapter is None:
+        raise InvalidInputError("the shipped adapter belongs to the default target; give --adapter for another --target")
+    base, tokenizer = load_model(args)
+    return DiffusionLM.from_adapter(base, folder, tokenizer=tokenizer)
+
+
+def default_adapter() -> str | None:
+    """Folder of the dual-mode adapter that ships in the zoo, if there is one."""
+    from pathlib import Path
+
+    from specdiff.diffusion.dual import CONFIG
+    from specdiff.drafters import zoo
+
+    for root in map(Path, zoo.__path__):
+        for found in sorted(root.glob(f"*/{CONFIG}")):
+            return str(found.parent)
+    return None
+
+
+def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any]:
+    """Ids of a text whose gaps are ``tokens`` positions each, and which positions those are (both ``[1, N]``)."""
+    import torch
+
+    ids: list[int] = []
+    hole: list[bool] = []
+    filler = lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id
+    for number, part in enumerate(text.split(GAP)):
+        if number:
+            ids += [filler] * tokens
+            hole += [True] * tokens
+        piece = lm.tokenizer.encode(part, add_special_tokens=number == 0) if part else []
+        ids += piece
+        hole += [False] * len(piece)
+    return torch.tensor([ids], device=lm.device), torch.tensor([hole], device=lm.device)
+
+
+class _screen:  # noqa: N801 - used as a with statement
+    """The canvas as a rich live display, or nothing."""
+
+    def __init__(self, lm: Any, on: bool, delay: float, before: Any) -> None:
+        self.streamer = None
+        if on:
+            from specdiff.cli.canvas import LiveCanvas
+
+            self.streamer = LiveCanvas(lm.tokenizer, delay=delay, before=before.tolist())
+
+    def __enter__(self) -> Any:
+        return self.streamer
+
+    def __exit__(self, *error: object) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
