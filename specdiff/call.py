@@ -15,6 +15,7 @@ from specdiff.loop import DEFAULT_CHUNK, Decoding, Job, Row, needs_step
 from specdiff.settings import check_generation_config, check_model_kwargs
 from specdiff.stats import GenerationStats, SpecDiffOutput
 from specdiff.stopping import StopTests
+from specdiff.streaming import Feed
 from specdiff.verify import RULES
 from specdiff.verify.noise import row_seeds
 from specdiff.warp import BlockWarp
@@ -40,7 +41,9 @@ class Bound:
         own: dict[str, Any] | None = None,
         put_prompt: bool = False,
         resume: Session | None = None,
+        feed: Feed | None = None,
     ) -> None:
+        self.feed = feed
         self.owner, self.streamer, self.tokenizer, self.stop_strings = owner, streamer, tokenizer, stop_strings
         self.own, self.put_prompt, self.resume = own or {}, put_prompt, resume
 
@@ -67,13 +70,12 @@ class Bound:
         notes = check_generation_config(generation_config, model=model)
         notes += check_model_kwargs(model_kwargs)
         job = self._job(input_ids, logits_processor, stopping_criteria, generation_config, own, model_kwargs, notes)
-        try:
-            if self.streamer is not None and self.put_prompt:
-                self.streamer.put(input_ids.cpu())
+        with self.feed or Feed(self.streamer) as feed:
+            feed.open(input_ids.shape[0], job.pad_token)
+            if self.put_prompt:
+                feed.prompt(input_ids)
+            job.feed = feed
             rows = self._run(job)
-        finally:
-            if self.streamer is not None:
-                self.streamer.end()
         return _outputs(job, rows, input_ids, generation_config)
 
     def _run(self, job: Job) -> list[Row]:
@@ -132,7 +134,6 @@ class Bound:
             stops=StopTests(criteria, eos_token_ids=eos_ids),
             seeds=_seeds(own["seed"], own["generator"], batch, rule),
             chunk=config.prefill_chunk_size or DEFAULT_CHUNK,
-            emit=None if self.streamer is None else self.streamer.put,
             keep_scores=return_dict and bool(config.output_scores),
             keep_logits=return_dict and bool(config.output_logits),
             stats=stats,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from specdiff.errors import InvalidInputError, NumericalError
 from specdiff.sequential import verify_in_order
 from specdiff.stats import GenerationStats
 from specdiff.stopping import StopTests
+from specdiff.streaming import Feed
 from specdiff.target import Target, TargetState
 from specdiff.verify import Noise, Proposal, Verdict, verify
 from specdiff.verify.noise import RoundNoise
@@ -38,7 +39,7 @@ class Job:
         stops: stopping criteria.
         seeds: ``Long[B]`` row seeds.
         chunk: prompt tokens per prefill pass.
-        emit: called with ``Long[B]`` new tokens for each committed step, or None.
+        feed: takes each committed token, for a streamer.
         keep_scores: keep processed scores of each new token.
         keep_logits: keep raw logits of each new token.
     """
@@ -53,7 +54,7 @@ class Job:
     stops: StopTests
     seeds: Tensor
     chunk: int = DEFAULT_CHUNK
-    emit: Callable[[Tensor], None] | None = None
+    feed: Feed = field(default_factory=lambda: Feed(None))
     keep_scores: bool = False
     keep_logits: bool = False
     stats: GenerationStats = field(default_factory=GenerationStats)
@@ -85,8 +86,6 @@ def needs_step(job: Job) -> str | None:
     """What makes several rows decode in step, one token per pass, as plain decoding does; None when nothing does."""
     if job.warp.kind == "stateful":
         return "a stateful logits processor"
-    if job.emit is not None:
-        return "a streamer"
     if not job.stops.rowwise:
         return "a custom stopping criterion"
     return None
@@ -296,7 +295,7 @@ class Decoding:
             return None, verify(rule, logits, proposal, noise)
         if warp.kind != "stateful":
             scores = warp.block(
-                [self._prefix(row) for row in self.active],
+                [self._prefix(row) for row in self.active] if warp.needs_ids else [],
                 logits,
                 proposal.tokens,
                 rows=[row.index for row in self.active],
@@ -340,9 +339,8 @@ class Decoding:
             emitted = len(fresh)
             for slot, token in enumerate(fresh):
                 self._keep(row, token, scores, logits, at, slot)
-                if self.job.emit is not None:
-                    self.job.emit(torch.tensor([token]))
                 row.reason = self._stop(row, token)
+                self.job.feed.push(row.index, [token], finished=row.reason is not None)
                 if row.reason is not None:
                     emitted = slot + 1
                     break
@@ -359,8 +357,6 @@ class Decoding:
             token = line[1] if running[at] else self.job.pad_token
             self._write(row, [token])
             self._keep(row, token, scores, logits, at, 0)
-        if self.job.emit is not None:
-            self.job.emit(torch.tensor([row.new[-1] for row in self.active]))
         length = self.job.ids.shape[1] + len(self.active[0].new)
         kept = None
         if self.job.keep_scores:
@@ -369,6 +365,7 @@ class Decoding:
         for at, row in enumerate(self.active):
             if running[at]:
                 row.reason = reasons[at]
+                self.job.feed.push(row.index, row.new[-1:], finished=row.reason is not None)
                 self._book(row, 0, 0, 1, prefill)
         return [1] * len(self.active)
 

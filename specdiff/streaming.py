@@ -34,16 +34,20 @@ class Feed:
 
     Args:
         streamer: anything with ``put`` and ``end``, or None for no streaming.
-        batch_size: rows of the request.
+        batch_size: rows of the request; may be told later by :meth:`open`.
         pad_token_id: shown for finished rows; needed for more than one row.
     """
 
-    def __init__(self, streamer: BaseStreamer | None, batch_size: int, pad_token_id: int | None = None) -> None:
+    def __init__(self, streamer: BaseStreamer | None, batch_size: int = 1, pad_token_id: int | None = None) -> None:
         self.streamer = streamer
+        self._ended = False
+        self.open(batch_size, pad_token_id)
+
+    def open(self, batch_size: int, pad_token_id: int | None = None) -> None:
+        """Say how many rows will come, and what shows for finished ones."""
         self._pad = pad_token_id if pad_token_id is not None else 0
         self._waiting: list[list[int]] = [[] for _ in range(batch_size)]
         self._finished = [False] * batch_size
-        self._ended = False
 
     @property
     def active(self) -> bool:
@@ -83,10 +87,14 @@ class Feed:
     ) -> None:
         if error is None:
             self.end()
-            return
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """End the stream after an error: that error is the one to report, and a reader must not wait for ever."""
         try:
             self.end()
-        except Exception:  # the first error is the one to report; a reader must still not wait for ever
+        except Exception:
             logger.debug("the streamer's end() failed after an error", exc_info=True)
             release = getattr(self.streamer, "on_finalized_text", None)
             if release is not None:

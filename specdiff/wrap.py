@@ -18,6 +18,7 @@ from specdiff.fast.target import FastTarget
 from specdiff.session import Session
 from specdiff.settings import check_call
 from specdiff.stats import SpecDiffOutput
+from specdiff.streaming import Feed
 from specdiff.target import Target
 
 
@@ -133,24 +134,25 @@ class SpecDiff:
 
     def run_call(self, inputs: Tensor | None, kwargs: dict[str, Any], resume: Session | None = None) -> Any:
         """``generate`` on behalf of this object or of one of its sessions."""
-        check_call(kwargs)
-        stop_strings = kwargs.pop("stop_strings", None)
-        config = kwargs.get("generation_config")
-        if stop_strings is None and config is not None and config.stop_strings is not None:
-            stop_strings = config.stop_strings
-            kwargs["generation_config"] = config = _without_stop_strings(config)
-        neutral = ("assistant_model", "assistant_tokenizer", "synced_gpus", "custom_generate")
-        kwargs = {name: value for name, value in kwargs.items() if name not in neutral}
-        callee = Bound(
-            self,
-            streamer=kwargs.pop("streamer", None),
-            tokenizer=kwargs.pop("tokenizer", None),
-            stop_strings=stop_strings,
-            own={name: kwargs.pop(name) for name in OWN_ARGUMENTS if name in kwargs},
-            put_prompt=True,
-            resume=resume,
-        )
-        return self.ar.generate(inputs, custom_generate=callee, **kwargs)  # type: ignore[operator]
+        with Feed(kwargs.pop("streamer", None)) as feed:  # whatever fails, a reader must not wait for ever
+            check_call(kwargs)
+            stop_strings = kwargs.pop("stop_strings", None)
+            config = kwargs.get("generation_config")
+            if stop_strings is None and config is not None and config.stop_strings is not None:
+                stop_strings = config.stop_strings
+                kwargs["generation_config"] = config = _without_stop_strings(config)
+            neutral = ("assistant_model", "assistant_tokenizer", "synced_gpus", "custom_generate")
+            kwargs = {name: value for name, value in kwargs.items() if name not in neutral}
+            callee = Bound(
+                self,
+                feed=feed,
+                tokenizer=kwargs.pop("tokenizer", None),
+                stop_strings=stop_strings,
+                own={name: kwargs.pop(name) for name in OWN_ARGUMENTS if name in kwargs},
+                put_prompt=True,
+                resume=resume,
+            )
+            return self.ar.generate(inputs, custom_generate=callee, **kwargs)  # type: ignore[operator]
 
     def __call__(
         self,
