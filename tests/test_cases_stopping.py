@@ -102,6 +102,7 @@ def test_b01_rows_of_a_batch_end_each_at_its_own_eos():
             ]
             if streamer is not None:
                 assert streamer.puts[0] == ids.tolist() and streamer.puts[1:] == want.T.tolist()
+                assert out.stats.proposed > 0 and not out.stats.notes
 
 
 @pytest.mark.parametrize("kind", KINDS)
