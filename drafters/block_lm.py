@@ -7,12 +7,14 @@ How the tokens come about decides what may be said of their law (DESIGN 4.1). Th
 ``left``
     left to right, one pass a token: an exact left-to-right ``q``, ``Sampled``.
 ``order``
-    several passes by a policy that chooses positions without looking at drawn tokens: ``Sampled`` with ``written``, so that
+    several passes by a policy that chooses positions without looking at drawn tokens: ``Sampled`` with ``written``,
+    so that
     exposed tokens (a position to the left was written later) are tested as ``Delta``.
 ``delta``
     any policy at all: ``Delta``.
 ``redraw``
-    any policy; the last pass draws all tokens anew from its own marginals with fresh noise, given the canvas it saw (which
+    any policy; the last pass draws all tokens anew from its own marginals with fresh noise, given the canvas it saw
+    (which
     becomes auxiliary randomness): ``Sampled``.
 
 Under ``greedy`` every mode proposes argmax tokens (``Delta``); under ``coupled`` it draws with the target's own noise.
@@ -48,7 +50,8 @@ class BlockLMDrafter:
 
     Args:
         lm: the model (:class:`specdiff.DiffusionLM`); its vocabulary must be the target's.
-        block_size: K, drafted tokens per round. Default: the model's block size, less one where the first token of a block
+        block_size: K, drafted tokens per round. Default: the model's block size, less one where the first token of a
+            block
             comes from a clean pass; 8 for models without blocks.
         mode: see the module; default "single", or "order" if ``steps`` or ``policy`` is given.
         steps: denoising passes per block, for "order", "delta" and "redraw".
@@ -78,8 +81,10 @@ class BlockLMDrafter:
         if lm.spec.corruption != "mask" or lm.spec.commit != "model":
             raise UnsupportedError(f"{lm.spec.name}: only masked diffusion models with one forward can draft")
         if lm.spec.attention == "block_causal" and lm.spec.alignment == "prompt":
-            raise UnsupportedError(f"{lm.spec.name}: blocks counted from a prompt's end cannot follow a growing text; "
-                                   "alignment 'absolute' can")
+            raise UnsupportedError(
+                f"{lm.spec.name}: blocks counted from a prompt's end cannot follow a growing text; "
+                "alignment 'absolute' can"
+            )
         self.lm = lm
         self.mode = mode or ("single" if steps is None and policy is None else "order")
         if self.mode not in MODES:
@@ -113,7 +118,8 @@ class BlockLMDrafter:
             raise UnsupportedError(f"policy {chosen.name!r} cannot draft")
         if self.mode == "order" and (chosen.looks_at_draw or not chosen.sticky):
             raise UnsupportedError(
-                f"policy {chosen.name!r} looks at drawn tokens or takes them back, so the law of its tokens is not known: "
+                f"policy {chosen.name!r} looks at drawn tokens or takes them back, so the law of its tokens is not "
+                f"known: "
                 "use mode='delta' or mode='redraw'"
             )
         return Redraw(steps=chosen.steps or 2, inner=chosen) if self.mode == "redraw" else chosen
@@ -134,7 +140,8 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
     if a != b:
         differ = sorted(set(a.items()) ^ set(b.items()), key=lambda x: (x[1], x[0]))[:3]
         raise UnsupportedError(
-            f"drafter and target have different tokenizers ({len(a)} and {len(b)} entries, first differences {differ}): a "
+            f"drafter and target have different tokenizers ({len(a)} and {len(b)} entries, first differences "
+            f"{differ}): a "
             "standalone diffusion LM drafts for targets with its own vocabulary only"
         )
 

@@ -16,9 +16,13 @@ GAP = "[...]"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("prompt", nargs="?", help="text to continue, or with --infill a text with gaps; none or '-': stdin")
+    parser.add_argument(
+        "prompt", nargs="?", help="text to continue, or with --infill a text with gaps; none or '-': stdin"
+    )
     parser.add_argument("--infill", action="store_true", help=f"fill the gaps, written {GAP}, of the text")
-    parser.add_argument("--gap-tokens", type=at_least(1), default=8, metavar="N", help="tokens per gap; default: %(default)s")
+    parser.add_argument(
+        "--gap-tokens", type=at_least(1), default=8, metavar="N", help="tokens per gap; default: %(default)s"
+    )
     parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of a diffusion language model")
     parser.add_argument("--adapter", metavar="FOLDER", help="dual-mode adapter for --target; default: the shipped one")
@@ -29,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--policy", help="decoder; default: the model's own")
     group.add_argument("--cache", help="block cache; default: the model's own")
     group.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="option of the policy, e.g. threshold=0.9, steps=64"
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="option of the policy, e.g. threshold=0.9, steps=64",
     )
     group.add_argument("--temperature", type=at_least(0, float), default=0.0, metavar="T", help="0 is greedy")
     group.add_argument("--top-k", type=at_least(1), metavar="K")
@@ -80,8 +88,12 @@ def run(args: argparse.Namespace) -> int:
         written = out.sequences[0, ids.shape[1] : ids.shape[1] + out.stats.new_tokens[0]]
     answer = lm.tokenizer.decode(written, skip_special_tokens=True)
     if args.json:
-        stats = {k: v for k, v in vars(out.stats).items()}
-        print(json.dumps({"prompt": text, "text": answer, "token_ids": written.tolist(), "stats": stats}, ensure_ascii=False))
+        stats = dict(vars(out.stats))
+        print(
+            json.dumps(
+                {"prompt": text, "text": answer, "token_ids": written.tolist(), "stats": stats}, ensure_ascii=False
+            )
+        )
     else:
         print(answer)
     if args.stats:
@@ -122,7 +134,9 @@ def load_lm(args: argparse.Namespace) -> Any:
     if folder is None:
         raise InvalidInputError("no dual-mode adapter is installed: give --model, or --adapter with --target")
     if args.target is not None and args.adapter is None:
-        raise InvalidInputError("the shipped adapter belongs to the default target; give --adapter for another --target")
+        raise InvalidInputError(
+            "the shipped adapter belongs to the default target; give --adapter for another --target"
+        )
     base, tokenizer = load_model(args)
     return DiffusionLM.from_adapter(base, folder, tokenizer=tokenizer)
 
@@ -157,7 +171,7 @@ def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any]:
     return torch.tensor([ids], device=lm.device), torch.tensor([hole], device=lm.device)
 
 
-class _screen:  # noqa: N801 - used as a with statement
+class _screen:
     """The canvas as a rich live display, or nothing."""
 
     def __init__(self, lm: Any, on: bool, delay: float, before: Any) -> None:

@@ -143,7 +143,8 @@ class Dual(BlockCache):
 
 @dataclass(frozen=True)
 class Delayed(BlockCache):
-    """dKV-Cache (Ma et al. 2025): everything in the first two passes and every ``interval`` passes, otherwise all but what
+    """dKV-Cache (Ma et al. 2025): everything in the first two passes and every ``interval`` passes, otherwise all
+    but what
     was decoded at least two passes ago: a token is computed once more after it was decided, then frozen."""
 
     name: ClassVar[str] = "delayed"
@@ -166,7 +167,8 @@ class Certainty(BlockCache):
     """d2Cache (Jiang et al. 2025), without its optional attention-rollout nucleus: the ``k`` masks with the highest
     confidence times certainty density, and what was just decoded.
 
-    The density of a mask is the sum over clean positions of ``exp(-distance^2 / (2 sigma^2))``. With ``k`` at least the row's
+    The density of a mask is the sum over clean positions of ``exp(-distance^2 / (2 sigma^2))``. With ``k`` at least
+    the row's
     length everything is computed, and the cache is exact.
     """
 

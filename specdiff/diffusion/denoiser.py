@@ -63,9 +63,14 @@ class Adapter(Protocol):
 class DenoiserLike(Protocol):
     """What the loop needs of a denoiser."""
 
-    spec: DLMSpec
-    vocab_size: int
-    supports_cache: bool
+    @property
+    def spec(self) -> DLMSpec: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def supports_cache(self) -> bool: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -78,7 +83,7 @@ class DenoiserLike(Protocol):
 
 
 def logit_rows(want: Tensor, shift: int) -> Tensor:
-    """Rows of the model's output that hold the predictions of ``want``: ``Bool[A, N]`` (position 0 uses its own row)."""
+    """Output rows that hold the predictions of ``want``: ``Bool[A, N]`` (position 0 uses its own row)."""
     if shift == 0:
         return want
     rows = torch.zeros_like(want)
@@ -88,7 +93,7 @@ def logit_rows(want: Tensor, shift: int) -> Tensor:
 
 
 def spread(logits: Tensor, rows: Tensor, want: Tensor, shift: int) -> Tensor:
-    """Logits of the packed ``rows`` rearranged for the packed ``want``; a plain return wherever they match one to one."""
+    """Logits of the packed ``rows`` rearranged for the packed ``want``; returned as they are where both agree."""
     if shift == 0 or not bool(want[:, 0].any()):
         return logits
     rank = rows.long().cumsum(-1) - 1
@@ -100,7 +105,8 @@ def spread(logits: Tensor, rows: Tensor, want: Tensor, shift: int) -> Tensor:
 class Denoiser:
     """A Hugging Face model (causal or masked LM class) as a denoiser.
 
-    Stock classes are used unpatched: visibility goes in as an additive 4-D mask, places as ``position_ids``, caches as a
+    Stock classes are used unpatched: visibility goes in as an additive 4-D mask, places as ``position_ids``, caches
+    as a
     :class:`~specdiff.diffusion.scatter.ScatterCache`.
 
     Args:
@@ -159,7 +165,7 @@ class Denoiser:
 
     @torch.no_grad()
     def logits(self, batch: PassInput, cache: ScatterCache | None = None) -> Tensor:
-        """float32 ``[A, W, V]`` predictions for the packed wanted positions (see :func:`~specdiff.diffusion.canvas.pack`)."""
+        """float32 ``[A, W, V]`` predictions for the wanted positions, packed as by ``canvas.pack``."""
         rows = logit_rows(batch.want, self.spec.shift)
         if cache is None or not self._positions:
             # without a cache the keys are the queries themselves
@@ -198,7 +204,8 @@ class Denoiser:
         seen = key_ok[:, None, :] & (key_index[:, None, :] <= query_index[:, :, None])
         if self._limit is not None and int(positions.max()) >= self._limit:
             raise UnsupportedError(
-                f"{type(self.model).__name__} has {self._limit} learned positions; position {int(positions.max())} is beyond"
+                f"{type(self.model).__name__} has {self._limit} learned positions; position {int(positions.max())} is "
+                f"beyond"
             )
         kwargs: dict[str, Any] = {"attention_mask": self._mask(seen, positions, key_positions)}
         if self._positions:
@@ -249,7 +256,13 @@ def _is_masked_lm(model: nn.Module) -> bool:
 
 def _position_offset(model: nn.Module, config: Any) -> int:
     """RoBERTa's family counts positions from ``padding_idx + 1``."""
-    if getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "roberta-prelayernorm"):
+    if getattr(config, "model_type", "") in (
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "xlm-roberta-xl",
+        "roberta-prelayernorm",
+    ):
         return int(config.pad_token_id) + 1
     return 0
 

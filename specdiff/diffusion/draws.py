@@ -1,6 +1,7 @@
 """Random draws of the decoder, independent per row and repeatable.
 
-The default is counter noise (:mod:`specdiff.verify.noise`): a number is a pure function of the row's seed, its purpose, the
+The default is counter noise (:mod:`specdiff.verify.noise`): a number is a pure function of the row's seed, its
+purpose, the
 row's pass and the position, so that row ``r`` of a batch equals its solo run. :class:`TorchDraws` takes torch's global
 generator instead, in the order of Hugging Face's own DiffusionGemma loop.
 """

@@ -1,9 +1,11 @@
 """Dual-mode models: a frozen autoregressive model plus low-rank weights that act on noisy rows alone (SYSTEMS 3).
 
-Clean rows go through the base weights only, so autoregressive mode is bit-exact and both modes share weights and keys and values.
+Clean rows go through the base weights only, so autoregressive mode is bit-exact and both modes share weights and
+keys and values.
 Nothing of the base is altered: the adapted model is a tree of new modules that share the base's parameters, no hooks.
 
-Training fills :class:`DualAdapter` (``parameters()`` are the low-rank factors and the mask's embedding row); decoding needs
+Training fills :class:`DualAdapter` (``parameters()`` are the low-rank factors and the mask's embedding row);
+decoding needs
 ``adapter.rows(noisy)`` around each forward, which :class:`~specdiff.diffusion.denoiser.Denoiser` does.
 """
 
@@ -45,7 +47,9 @@ class LowRankLinear(nn.Module):
         self._base = [base]
         self._switch = switch
         self.scale = scale
-        self.down = nn.Parameter(torch.empty(rank, base.in_features, dtype=base.weight.dtype, device=base.weight.device))
+        self.down = nn.Parameter(
+            torch.empty(rank, base.in_features, dtype=base.weight.dtype, device=base.weight.device)
+        )
         self.up = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.down, a=5**0.5)
 
@@ -168,7 +172,11 @@ class DualAdapter(nn.Module):
         adapter = cls(base, values["mask_id"], values["rank"], values["alpha"], values["targets"])
         weights = load_file(path / WEIGHTS)
         own = adapter.state_dict()
-        wrong = sorted(k for k in own.keys() | weights.keys() if k not in own or k not in weights or own[k].shape != weights[k].shape)
+        wrong = sorted(
+            k
+            for k in own.keys() | weights.keys()
+            if k not in own or k not in weights or own[k].shape != weights[k].shape
+        )
         if wrong:
             raise FormatError(f"{folder} was made for another base model; first differences: {', '.join(wrong[:3])}")
         adapter.load_state_dict(weights)

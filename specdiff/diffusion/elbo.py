@@ -1,7 +1,9 @@
 """The likelihood of a text under a masked diffusion model: a Monte-Carlo lower bound (ELBO).
 
-For an answer of n tokens (per block: of the block, given clean text before it) draw l uniformly from 1..n, mask l positions
-uniformly, and take ``n / l * sum over masks of log p``. Its mean is the any-order autoregressive bound (Uria et al. 2014;
+For an answer of n tokens (per block: of the block, given clean text before it) draw l uniformly from 1..n, mask l
+positions
+uniformly, and take ``n / l * sum over masks of log p``. Its mean is the any-order autoregressive bound (Uria et al.
+2014;
 Ou et al. 2024; Nie et al. 2025, eq. 6), with lower variance than drawing the time.
 """
 
@@ -57,7 +59,9 @@ def monte_carlo_elbo(
     if samples < 1 or batch_size < 1:
         raise InvalidInputError("samples and batch_size must be at least 1")
     if bool(((first < spec.shift) | (first >= lengths)).any()):
-        raise InvalidInputError("every row needs at least one token to score, and one before it for models with shift 1")
+        raise InvalidInputError(
+            "every row needs at least one token to score, and one before it for models with shift 1"
+        )
     bounds, errors, nfe = [], [], 0
     for row in range(len(ids)):
         total, variance = 0.0, 0.0

@@ -1,6 +1,8 @@
-"""Denoisers whose clean text goes through an encoder and whose canvas goes through a decoder that reads the encoder's cache.
+"""Denoisers whose clean text goes through an encoder and whose canvas goes through a decoder that reads the
+encoder's cache.
 
-DiffusionGemma is the native case. The contract for others (E2D2: a clean encoder and a small denoiser) is :class:`EncoderDecoder`.
+DiffusionGemma is the native case. The contract for others (E2D2: a clean encoder and a small denoiser) is
+:class:`EncoderDecoder`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdiff.diffusion.canvas import pack
 from specdiff.diffusion.denoiser import PassInput
@@ -41,14 +43,14 @@ class EncoderDecoder(Protocol):
         conditioning: Tensor | None,
         conditioned: Tensor | None,
     ) -> Tensor:
-        """``[A, T, V]`` logits of the canvas ``ids``; ``masks`` cover the cache's view and then the canvas. Writes nothing."""
+        """``[A, T, V]`` logits of the canvas; ``masks`` cover the cache's view, then the canvas. Writes nothing."""
         ...
 
 
 class DiffusionGemma:
     """transformers' ``DiffusionGemmaForBlockDiffusion`` behind the contract."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
@@ -61,9 +63,7 @@ class DiffusionGemma:
 
     def encode(self, ids: Tensor, positions: Tensor, masks: dict[int | None, Tensor], cache: ScatterCache) -> None:
         """Run the causal encoder."""
-        self.model.model.encoder(
-            input_ids=ids, attention_mask=self._named(masks), position_ids=positions, cache=cache
-        )
+        self.model.model.encoder(input_ids=ids, attention_mask=self._named(masks), position_ids=positions, cache=cache)
 
     def decode(
         self,
@@ -89,7 +89,8 @@ class DiffusionGemma:
 class EncoderDenoiser:
     """An :class:`EncoderDecoder` as a denoiser.
 
-    A pass encodes what is clean and not encoded yet (prompts, blocks that have just closed), then decodes the open canvases.
+    A pass encodes what is clean and not encoded yet (prompts, blocks that have just closed), then decodes the open
+    canvases.
     On sliding layers every canvas position sees the last ``window - 1`` clean tokens and the whole canvas.
 
     Args:
@@ -108,7 +109,8 @@ class EncoderDenoiser:
             self.inner = model
         else:
             raise UnsupportedError(
-                f"{type(model).__name__} is not an encoder and decoder: it needs encode, decode, layers, sliding, vocab_size "
+                f"{type(model).__name__} is not an encoder and decoder: it needs encode, decode, layers, sliding, "
+                f"vocab_size "
                 "(see specdiff.diffusion.encdec.EncoderDecoder)"
             )
         self.vocab_size = self.inner.vocab_size
@@ -175,7 +177,8 @@ class EncoderDenoiser:
 
 
 def _among_fixed(conditioning: Tensor, rank: Tensor, valid: Tensor, ids: Tensor) -> Tensor:
-    """``[A, T, V]`` conditioning of a whole canvas from that of its open columns: fixed tokens are certain of themselves.
+    """``[A, T, V]`` conditioning of a whole canvas from that of its open columns: fixed tokens are certain of
+    themselves.
 
     Args:
         conditioning: ``[A, W, V]`` logits of the open columns.

@@ -35,7 +35,8 @@ class DiffusionLM:
     """A diffusion language model with every published decoder.
 
     Args:
-        model: a loaded Hugging Face model (causal, masked or DiffusionGemma class), or an object with the denoiser's methods.
+        model: a loaded Hugging Face model (causal, masked or DiffusionGemma class), or an object with the denoiser's
+            methods.
             It is put into eval mode.
         preset: name of a published model family (:data:`specdiff.diffusion.presets.PRESETS`), or a :class:`DLMSpec`.
             None reads it from the model's config.
@@ -68,7 +69,8 @@ class DiffusionLM:
         """Load a public checkpoint into native classes.
 
         Args:
-            name_or_path: a folder or a hub id; hub options (``revision``, ``token``, ``cache_dir``, ``local_files_only``) and
+            name_or_path: a folder or a hub id; hub options (``revision``, ``token``, ``cache_dir``,
+                ``local_files_only``) and
                 ``dtype``, ``device_map``, ``attn_implementation`` work as in transformers.
             preset: overrides what the config says.
             tokenizer: overrides the one in the folder.
@@ -100,9 +102,11 @@ class DiffusionLM:
 
     @property
     def ar(self) -> Any:
-        """The model itself, to be used autoregressively (only shift-1 models with causal clean tokens are AR models)."""
+        """The model used autoregressively; only shift-1 models with causal clean tokens have this mode."""
         if self.spec.shift != 1 or self.spec.attention not in ("causal", "causal_context"):
-            raise UnsupportedError(f"{self.spec.name}: not an autoregressive model (shift 1 and causal clean tokens are)")
+            raise UnsupportedError(
+                f"{self.spec.name}: not an autoregressive model (shift 1 and causal clean tokens are)"
+            )
         return getattr(self.adapter, "base", self.model)
 
     @torch.no_grad()
@@ -156,12 +160,14 @@ class DiffusionLM:
             cfg_scale: classifier-free guidance; 0 is none.
             seed: one for the call, or one per row; row r of a batch equals its solo run with its row seed.
             generator: source of the seed if none is given.
-            draws: "counter" (seeds), or "torch" (torch's global generator, in Hugging Face's order; rows depend on each other).
+            draws: "counter" (seeds), or "torch" (torch's global generator, in Hugging Face's order; rows depend on
+                each other).
             eos_token_id: overrides the spec's end ids.
             pad_token_id: overrides the spec's pad id.
             stop_strings: end a row with the token that completes one of them.
             tokenizer: for ``stop_strings``; default the object's own.
-            fixed: spans that stand in the generated part: ``{offset: ids}`` (negative: from the end), or a list, one per row.
+            fixed: spans that stand in the generated part: ``{offset: ids}`` (negative: from the end), or a list, one
+                per row.
             force_words_ids: phrases that must appear; each is placed where the model finds it likeliest.
             block_size: decode in blocks of this size (not for block-causal models, whose blocks are trained).
             context_window: see only so many tokens before the open block (an approximation).
@@ -175,7 +181,8 @@ class DiffusionLM:
             **options: options of the policy, e.g. ``threshold=0.9``, ``steps=64``.
 
         Returns:
-            ``Long[B, P + new]``: prompts as given, then new tokens, padding after a row's end; or a ``DiffusionOutput``.
+            ``Long[B, P + new]``: prompts as given, then new tokens, padding after a row's end; or a
+            ``DiffusionOutput``.
 
         Raises:
             InvalidInputError: arguments out of range or in contradiction; before any compute.
@@ -229,6 +236,7 @@ class DiffusionLM:
         pad = spec.pad if pad_token_id is None else pad_token_id
         out = _collect(input_ids, finished, pad)
         if not return_dict_in_generate:
+            assert out.sequences is not None
             return out.sequences
         assert out.stats is not None
         out.stats.seconds = seconds
@@ -261,8 +269,10 @@ class DiffusionLM:
     ) -> Tensor | DiffusionOutput:
         """Write the positions of ``mask`` anew, seeing what stands on both sides.
 
-        Models with causal blocks see a suffix only inside the open block. The span and everything after it must fit into one
-        block, or ``stretch=True`` opens one canvas from the span's block to the end (larger than the model was trained on).
+        Models with causal blocks see a suffix only inside the open block. The span and everything after it must fit
+        into one
+        block, or ``stretch=True`` opens one canvas from the span's block to the end (larger than the model was
+        trained on).
 
         Args:
             ids: ``Long[B, N]``.
@@ -285,7 +295,18 @@ class DiffusionLM:
         canvas, first, limit = infill_canvas(spec, flat, lengths, flat_mask)
         stretched = self._stretched(canvas, first, stretch)
         settings, denoiser = self._settings(
-            self.denoiser, policy, options, cache, None, cfg_scale, "counter", None, temperature, top_k, top_p, do_sample
+            self.denoiser,
+            policy,
+            options,
+            cache,
+            None,
+            cfg_scale,
+            "counter",
+            None,
+            temperature,
+            top_k,
+            top_p,
+            do_sample,
         )
         settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
         if streamer is not None:
@@ -314,7 +335,9 @@ class DiffusionLM:
         stats.notes = _notes(settings)
         return DiffusionOutput(sequences=out, confidence=confidence, stats=stats)
 
-    def refine(self, ids: Tensor, spans: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]], **kwargs: Any) -> Any:
+    def refine(
+        self, ids: Tensor, spans: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]], **kwargs: Any
+    ) -> Any:
         """Write token spans ``[begin, end)`` of a text (e.g. from an AR model) anew; everything else stays bit-equal.
 
         Args:
@@ -323,12 +346,12 @@ class DiffusionLM:
             **kwargs: as in :meth:`infill`.
         """
         mask = torch.zeros_like(ids, dtype=torch.bool)
-        nested = bool(spans) and not isinstance(spans[0][0], int) if spans and len(spans[0]) else bool(spans)
-        rows = list(spans) if nested else [spans] * len(ids)
+        flat = all(len(pair) == 2 and all(isinstance(edge, int) for edge in pair) for pair in spans)
+        rows: list[Any] = [spans] * len(ids) if flat else list(spans)
         if len(rows) != len(ids):
             raise InvalidInputError(f"spans has {len(rows)} entries for {len(ids)} rows")
         for row, pairs in enumerate(rows):
-            for begin, end in pairs:  # type: ignore[misc]
+            for begin, end in pairs:
                 if not 0 <= begin < end <= ids.shape[1]:
                     raise InvalidInputError(f"span ({begin}, {end}) lies outside the {ids.shape[1]} tokens")
                 mask[row, begin:end] = True
@@ -339,7 +362,8 @@ class DiffusionLM:
 
         Args:
             text: the text.
-            spans: ``(begin, end)`` in characters, or ``(begin, end, n)`` to write ``n`` tokens there instead of as many as stood.
+            spans: ``(begin, end)`` in characters, or ``(begin, end, n)`` to write ``n`` tokens there instead of as
+                many as stood.
             **kwargs: as in :meth:`infill`.
 
         Returns:
@@ -379,7 +403,7 @@ class DiffusionLM:
         batch_size: int = 16,
         seed: int | Sequence[int] | None = None,
     ) -> ElboScore:
-        """Monte-Carlo lower bound of log p(answer | prompt); exact for one-token blocks. See :mod:`specdiff.diffusion.elbo`."""
+        """Monte-Carlo lower bound of log p(answer | prompt), see :mod:`specdiff.diffusion.elbo`."""
         flat, lengths, _ = compact(ids, attention_mask)
         first = torch.as_tensor(prompt_length, device=ids.device).expand(len(ids)).clone()
         if attention_mask is not None and attention_mask.shape[1] and not bool(attention_mask[:, 0].all()):
@@ -391,7 +415,8 @@ class DiffusionLM:
         """A drafter for :class:`specdiff.SpecDiff` made of this model (its own key/value cache, shared parameters).
 
         Args:
-            **kwargs: options of :class:`specdiff.drafters.block_lm.BlockLMDrafter` (``block_size``, ``mode``, ``policy``, ...).
+            **kwargs: options of :class:`specdiff.drafters.block_lm.BlockLMDrafter` (``block_size``, ``mode``,
+                ``policy``, ...).
         """
         from specdiff.drafters.block_lm import BlockLMDrafter  # the floor above: only when asked for
 
@@ -409,7 +434,7 @@ class DiffusionLM:
 
     def _check_prompt(self, spec: DLMSpec, prompt: Tensor, lengths: Tensor, new: int) -> None:
         vocab = self.denoiser.vocab_size
-        if prompt.numel() and not (0 <= int(prompt.min()) and int(prompt.max()) < vocab):
+        if prompt.numel() and not (int(prompt.min()) >= 0 and int(prompt.max()) < vocab):
             raise InvalidInputError(f"input_ids hold an id outside the vocabulary of {vocab}")
         if bool((lengths < 1).any()) and spec.shift == 1:
             raise InvalidInputError(f"{spec.name}: an empty prompt has no token to predict the first one from")
@@ -438,7 +463,9 @@ class DiffusionLM:
             given = {**spec.options, **given}
         chosen = make_policy(policy or spec.policy, given)
         if chosen.corruption != spec.corruption:
-            raise UnsupportedError(f"policy {chosen.name!r} is for {chosen.corruption} noise; {spec.name} has {spec.corruption}")
+            raise UnsupportedError(
+                f"policy {chosen.name!r} is for {chosen.corruption} noise; {spec.name} has {spec.corruption}"
+            )
         if chosen.name == "sub_block" and spec.sub_block is None:
             raise InvalidInputError(f"policy 'sub_block' needs a sub_block size in the spec of {spec.name}")
         plan = make_cache(spec.cache if cache is None else cache, spec)
@@ -455,7 +482,8 @@ class DiffusionLM:
             helper = ar if not isinstance(ar, nn.Module) else Denoiser(ar, _AR)
             if helper.vocab_size != denoiser.vocab_size:
                 raise InvalidInputError(
-                    f"ar has {helper.vocab_size} tokens, the diffusion model {denoiser.vocab_size}: they must be the same"
+                    f"ar has {helper.vocab_size} tokens, the diffusion model {denoiser.vocab_size}: they must be the "
+                    f"same"
                 )
         heat = 0.0 if do_sample is False else 1.0 if do_sample and temperature == 0 else temperature
         sampling = Sampling(heat, top_k, top_p, spec.convention)
@@ -469,9 +497,7 @@ class DiffusionLM:
         settings = Settings(policy=chosen, sampling=sampling, cache=plan, ending=Ending(), draws=source, ar=helper)
         return settings, denoiser
 
-    def _words(
-        self, spec: DLMSpec, words: Sequence[Sequence[int]] | None, rows: int, new: int
-    ) -> list[list[Tensor]]:
+    def _words(self, spec: DLMSpec, words: Sequence[Sequence[int]] | None, rows: int, new: int) -> list[list[Tensor]]:
         if not words:
             return [[] for _ in range(rows)]
         if spec.corruption != "mask":
@@ -499,8 +525,10 @@ class DiffusionLM:
         if bool(too_long.any()) and not allow:
             row = int(too_long.nonzero()[0])
             raise UnsupportedError(
-                f"{spec.name}: row {row} has text after the span that a block of {size} does not reach; put span and suffix "
-                f"into one block, or pass stretch=True to open one canvas of {int(canvas.length[row] - begin[row])} tokens"
+                f"{spec.name}: row {row} has text after the span that a block of {size} does not reach; put span and "
+                f"suffix "
+                f"into one block, or pass stretch=True to open one canvas of {int(canvas.length[row] - begin[row])} "
+                f"tokens"
             )
         return too_long
 
@@ -564,7 +592,7 @@ def _collect(input_ids: Tensor, finished: Finished, pad: int) -> DiffusionOutput
         new[row, : len(text)] = text
         confidence[row, : len(text)] = sure[row].cpu()
     return DiffusionOutput(
-        sequences=torch.cat([input_ids, new], dim=1),  # type: ignore[arg-type]
+        sequences=torch.cat([input_ids, new], dim=1),
         confidence=confidence,
         stats=_stats(finished, [len(t) for t in texts]),
     )

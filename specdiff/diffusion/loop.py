@@ -1,6 +1,7 @@
 """The decode loop of native mode: the only one. Every policy, every cache and every kind of model runs through it.
 
-A pass is one call of the denoiser for all rows that are still at work, each in its own phase: some read their prompt, some
+A pass is one call of the denoiser for all rows that are still at work, each in its own phase: some read their
+prompt, some
 denoise, some write the keys and values of a block that has just closed.
 """
 

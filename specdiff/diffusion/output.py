@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
@@ -45,7 +44,7 @@ class DiffusionOutput(ModelOutput):
         trajectory: per pass, ``Long[B, new]`` tokens and ``Bool[B, new]`` noise, if asked for.
     """
 
-    sequences: torch.LongTensor | None = None
+    sequences: Tensor | None = None
     confidence: Tensor | None = None
     stats: DiffusionStats | None = None
     trajectory: tuple[tuple[Tensor, Tensor], ...] | None = None

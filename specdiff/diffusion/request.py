@@ -43,7 +43,9 @@ def compact(ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor,
     return torch.where(inside, ids.gather(1, order), 0), length, order
 
 
-def make_noise(rows: int, seed: int | Sequence[int] | None, generator: torch.Generator | None, device: torch.device) -> Noise:
+def make_noise(
+    rows: int, seed: int | Sequence[int] | None, generator: torch.Generator | None, device: torch.device
+) -> Noise:
     """Seeds of a call: an int for all rows, a list with one each, or one drawn from torch's generator."""
     if seed is None:
         seed = int(torch.randint(0, 2**62, (), generator=generator, dtype=torch.long))

@@ -49,5 +49,5 @@ def remdm_sigma(
 
 
 def remdm_unmask(alpha_t: Tensor, alpha_s: Tensor, sigma: Tensor) -> Tensor:
-    """Chance that a mask is decided: ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``; ``sigma`` that of the step."""
+    """Chance that a mask is decided: ``(alpha_s - (1 - sigma) alpha_t) / (1 - alpha_t)``."""
     return ((alpha_s - (1.0 - sigma) * alpha_t) / (1.0 - alpha_t).clamp(min=1e-12)).clamp(0.0, 1.0)

@@ -90,11 +90,12 @@ class ScatterCache(Cache):
     """
 
     keep_rows = False
-    """:meth:`select` only narrows the rows that take part; :meth:`all_rows` brings them back (a cache that outlives a loop)."""
+    """For a cache that outlives a loop: :meth:`select` only narrows what takes part until :meth:`all_rows`."""
 
     def __init__(self, layers: int, capacity: int) -> None:
         self._shared = _Slots(capacity)
-        super().__init__(layers=[ScatterLayer(self._shared) for _ in range(layers)])
+        self._own = [ScatterLayer(self._shared) for _ in range(layers)]
+        super().__init__(layers=list(self._own))
         self.capacity = capacity
 
     def aim(self, positions: Tensor, valid: Tensor, extent: int) -> None:
@@ -113,7 +114,7 @@ class ScatterCache(Cache):
         if self.keep_rows:
             self._shared.rows = rows if self._shared.rows is None else self._shared.rows[rows]
             return
-        for layer in self.layers:
+        for layer in self._own:
             layer.select(rows)
 
     def all_rows(self) -> None:

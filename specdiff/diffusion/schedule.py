@@ -1,4 +1,4 @@
-"""Schedules: the share of masks over time, how many tokens a step commits, the temperature of a step. Pure functions."""
+"""Schedules: the share of masks over time, tokens per step, temperature per step. Pure functions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unmask_probability(alpha_t: Tensor, alpha_s: Tensor) -> Tensor:
 
 
 def block_steps(total: int, blocks: Tensor, block: Tensor) -> Tensor:
-    """``Long[A]`` steps of block number ``block`` when ``total`` are shared out over ``blocks``: the first ones get one more."""
+    """``Long[A]`` steps of block number ``block`` when ``total`` are shared out; the first ones get one more."""
     blocks = blocks.clamp(min=1)
     return (torch.div(total, blocks, rounding_mode="floor") + (block < total % blocks).long()).clamp(min=1)
 

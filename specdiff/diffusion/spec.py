@@ -33,7 +33,8 @@ class DLMSpec:
         sub_block: sub-block size of Fast-dLLM v2, or None.
         first_token: "denoise" (like any other) or "ar" (the first token of a block is the argmax or draw of the clean
             pass before it).
-        commit: who writes the keys and values of clean tokens: "model" (the same forward) or "encoder" (a separate one).
+        commit: who writes the keys and values of clean tokens: "model" (the same forward) or "encoder" (a separate
+            one).
         self_conditioning: the denoiser reads its previous step's logits.
         eos_ids: ids that end a row.
         pad_id: id written after the end of a row; None means ``eos_ids[0]``, or 0.
@@ -80,9 +81,13 @@ class DLMSpec:
         if self.shift not in (0, 1):
             raise InvalidInputError(f"spec {self.name!r}: shift must be 0 or 1, not {self.shift}")
         if self.attention not in _ATTENTION:
-            raise InvalidInputError(f"spec {self.name!r}: attention must be one of {_ATTENTION}, not {self.attention!r}")
+            raise InvalidInputError(
+                f"spec {self.name!r}: attention must be one of {_ATTENTION}, not {self.attention!r}"
+            )
         if self.convention not in _CONVENTIONS:
-            raise InvalidInputError(f"spec {self.name!r}: convention must be one of {_CONVENTIONS}, not {self.convention!r}")
+            raise InvalidInputError(
+                f"spec {self.name!r}: convention must be one of {_CONVENTIONS}, not {self.convention!r}"
+            )
         if self.block_size is not None and self.block_size < 1:
             raise InvalidInputError(f"spec {self.name!r}: block_size must be positive, not {self.block_size}")
         if self.attention == "block_causal" and self.block_size is None:

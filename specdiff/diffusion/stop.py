@@ -38,7 +38,8 @@ class Ending:
 
         Args:
             s: rows at work.
-            sticky: committed tokens stay, so that a row may end inside its open block; otherwise only closed blocks count.
+            sticky: committed tokens stay, so that a row may end inside its open block; otherwise only closed blocks
+                count.
 
         Returns:
             per row the reason ("eos", "stop", "length") or None, and one past the last position to return.
@@ -63,7 +64,7 @@ class Ending:
                 reason, stop = "eos", eos + 1
                 count = min(count, stop - first)
             cut = self._string(int(s.row[i]), c.ids[i, first : first + count].tolist())
-            if cut is not None and first + cut < stop or (cut is not None and reason != "eos"):
+            if (cut is not None and first + cut < stop) or (cut is not None and reason != "eos"):
                 reason, stop = "stop", first + (cut or 0)
             reasons.append(reason)
             stops.append(stop)

@@ -1,4 +1,4 @@
-"""Streams that show a canvas being refined. transformers' ``TextDiffusionStreamer`` is accepted, and any plain streamer."""
+"""Streams that show a canvas being refined: transformers' ``TextDiffusionStreamer``, or any plain streamer."""
 
 from __future__ import annotations
 

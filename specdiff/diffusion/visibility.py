@@ -1,7 +1,9 @@
 """Who sees whom: one rule for every attention kind.
 
-Every position has a block index, and a query sees the keys whose index is not above its own. Full attention gives all the
-same index, causal attention the position, block-causal attention the block; with a causal context the positions of the open
+Every position has a block index, and a query sees the keys whose index is not above its own. Full attention gives
+all the
+same index, causal attention the position, block-causal attention the block; with a causal context the positions of
+the open
 block share an index while clean ones keep their own.
 """
 

@@ -28,14 +28,22 @@ from specdiff.errors import FormatError, InvalidInputError, UnsupportedError
 
 VOCAB, MASK, EOS, PAD = 41, 40, 39, 38
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 128,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 128,
 }
 
 
 def write(folder, weights, config, **files):
     folder.mkdir(exist_ok=True)
-    save_file({k: v.contiguous().clone() for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous().clone() for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
     (folder / "config.json").write_text(json.dumps(config))
     for name, value in files.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
@@ -65,11 +73,19 @@ def same_logits(lm, net, ids):
 
 def test_llada_by_remap(tmp_path):
     torch.manual_seed(0)
-    llama = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 4}, rms_norm_eps=1e-5, rope_theta=5e5)).eval()
+    llama = LlamaForCausalLM(
+        LlamaConfig(**{**SMALL, "num_key_value_heads": 4}, rms_norm_eps=1e-5, rope_theta=5e5)
+    ).eval()
     names = {
-        "self_attn.q_proj": "q_proj", "self_attn.k_proj": "k_proj", "self_attn.v_proj": "v_proj",
-        "self_attn.o_proj": "attn_out", "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm",
-        "mlp.gate_proj": "ff_proj", "mlp.up_proj": "up_proj", "mlp.down_proj": "ff_out",
+        "self_attn.q_proj": "q_proj",
+        "self_attn.k_proj": "k_proj",
+        "self_attn.v_proj": "v_proj",
+        "self_attn.o_proj": "attn_out",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ff_norm",
+        "mlp.gate_proj": "ff_proj",
+        "mlp.up_proj": "up_proj",
+        "mlp.down_proj": "ff_out",
     }
     weights = {}
     for key, value in llama.state_dict().items():
@@ -84,10 +100,25 @@ def test_llada_by_remap(tmp_path):
             key = f"model.transformer.blocks.{layer}.{names[rest.removesuffix('.weight')]}.weight"
         weights[key] = value
     config = {
-        "architectures": ["LLaDAModelLM"], "model_type": "llada", "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4,
-        "mlp_hidden_size": 48, "vocab_size": VOCAB, "embedding_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-        "max_sequence_length": 128, "block_type": "llama", "activation_type": "silu", "include_bias": False,
-        "mask_token_id": MASK, "eos_token_id": EOS, "pad_token_id": EOS, "weight_tying": False,
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "mlp_hidden_size": 48,
+        "vocab_size": VOCAB,
+        "embedding_size": VOCAB,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_sequence_length": 128,
+        "block_type": "llama",
+        "activation_type": "silu",
+        "include_bias": False,
+        "mask_token_id": MASK,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+        "weight_tying": False,
         "auto_map": {"AutoModelForCausalLM": "modeling_llada.LLaDAModelLM"},
     }
     path = write(tmp_path / "m", weights, config)
@@ -95,7 +126,11 @@ def test_llada_by_remap(tmp_path):
     lm = DiffusionLM.from_pretrained(path)
     assert type(lm.model).__name__ == "LlamaForCausalLM"
     assert (lm.spec.name, lm.spec.mask_id, lm.spec.eos_ids, lm.spec.shift, lm.spec.attention) == (
-        "llada", MASK, (EOS,), 0, "full",
+        "llada",
+        MASK,
+        (EOS,),
+        0,
+        "full",
     )
     assert lm.tokenizer.mask_token_id == MASK
     same_logits(lm, full_net(llama), prompt(7))
@@ -115,10 +150,19 @@ def test_llada_by_remap(tmp_path):
     [
         ("DreamModel", "Dream", "qwen2", {}, {"shift": 1, "attention": "full", "policy": "dream"}),
         (
-            "Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", "qwen2", {"bd_size": 8},
+            "Fast_dLLM_QwenForCausalLM",
+            "Fast_dLLM_Qwen",
+            "qwen2",
+            {"bd_size": 8},
             {"shift": 1, "attention": "block_causal", "block_size": 8, "sub_block": 8, "first_token": "ar"},
         ),
-        ("SDARForCausalLM", "sdar", "qwen3", {"block_size": 4}, {"shift": 0, "attention": "block_causal", "block_size": 4}),
+        (
+            "SDARForCausalLM",
+            "sdar",
+            "qwen3",
+            {"block_size": 4},
+            {"shift": 0, "attention": "block_causal", "block_size": 4},
+        ),
         ("SDARMoeForCausalLM", "sdar_moe", "qwen3_moe", {"block_size": 4}, {"shift": 0, "block_size": 4}),
     ],
 )
@@ -131,12 +175,19 @@ def test_same_keys_in_a_native_class(tmp_path, arch, model_type, native, extra, 
     else:
         model = Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
-                **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False
+                **SMALL,
+                head_dim=8,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=16,
+                tie_word_embeddings=False,
             )
         )
     model.eval().save_pretrained(tmp_path / "m")  # public key names: experts one by one
     config = json.loads((tmp_path / "m" / "config.json").read_text())
-    config.update(architectures=[arch], model_type=model_type, mask_token_id=MASK, eos_token_id=EOS, pad_token_id=PAD, **extra)
+    config.update(
+        architectures=[arch], model_type=model_type, mask_token_id=MASK, eos_token_id=EOS, pad_token_id=PAD, **extra
+    )
     config["auto_map"] = {"AutoModel": f"modeling.{arch}"}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 37]}))
@@ -159,7 +210,10 @@ def llada2_forward(w, c, ids):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]) * weight
 
     def mlp(x, p):
-        return F.linear(F.silu(F.linear(x, w[p + "gate_proj.weight"])) * F.linear(x, w[p + "up_proj.weight"]), w[p + "down_proj.weight"])
+        return F.linear(
+            F.silu(F.linear(x, w[p + "gate_proj.weight"])) * F.linear(x, w[p + "up_proj.weight"]),
+            w[p + "down_proj.weight"],
+        )
 
     heads, groups, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     rot = int(dim * c["partial_rotary_factor"])
@@ -202,22 +256,52 @@ def llada2_forward(w, c, ids):
 
 def llada2_checkpoint(folder):
     c = {
-        "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "vocab_size": VOCAB, "hidden_size": 32,
-        "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16,
-        "num_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "rope_theta": 600000.0,
-        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-6, "use_qk_norm": True, "norm_topk_prob": True,
-        "pad_token_id": EOS, "eos_token_id": EOS, "mask_token_id": MASK, "block_size": 8,
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_theta": 600000.0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-6,
+        "use_qk_norm": True,
+        "norm_topk_prob": True,
+        "pad_token_id": EOS,
+        "eos_token_id": EOS,
+        "mask_token_id": MASK,
+        "block_size": 8,
     }
     g = torch.Generator().manual_seed(0)
 
     def rand(*shape):
         return torch.randn(*shape, generator=g) * 0.3
 
-    w = {"model.word_embeddings.weight": rand(VOCAB, 32), "model.norm.weight": 1 + rand(32), "lm_head.weight": rand(VOCAB, 32)}
+    w = {
+        "model.word_embeddings.weight": rand(VOCAB, 32),
+        "model.norm.weight": 1 + rand(32),
+        "lm_head.weight": rand(VOCAB, 32),
+    }
 
     def mlp(p, inner):
-        w.update({p + "gate_proj.weight": rand(inner, 32), p + "up_proj.weight": rand(inner, 32), p + "down_proj.weight": rand(32, inner)})
+        w.update(
+            {
+                p + "gate_proj.weight": rand(inner, 32),
+                p + "up_proj.weight": rand(inner, 32),
+                p + "down_proj.weight": rand(32, inner),
+            }
+        )
 
     for i in range(2):
         p = f"model.layers.{i}."
@@ -250,7 +334,9 @@ def bd3lm_forward(w, c, ids):
     size, heads = c["hidden_dim"], c["n_heads"]
     time = torch.cat([torch.ones(128), torch.zeros(128)])
     p = "backbone.sigma_map.mlp."
-    cond = F.silu(F.linear(F.silu(F.linear(time, w[p + "0.weight"], w[p + "0.bias"])), w[p + "2.weight"], w[p + "2.bias"]))
+    cond = F.silu(
+        F.linear(F.silu(F.linear(time, w[p + "0.weight"], w[p + "0.bias"])), w[p + "2.weight"], w[p + "2.bias"])
+    )
     dim = size // heads
     angle = torch.arange(len(ids))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
     cos, sin = angle.cos().repeat(1, 2)[:, None], angle.sin().repeat(1, 2)[:, None]
@@ -266,7 +352,9 @@ def bd3lm_forward(w, c, ids):
     for i in range(c["n_blocks"]):
         p = f"backbone.blocks.{i}."
         m = F.linear(cond, w[p + "adaLN_modulation.weight"], w[p + "adaLN_modulation.bias"]).chunk(6)
-        qkv = F.linear(norm(x, w[p + "norm1.weight"]) * (1 + m[1]) + m[0], w[p + "attn_qkv.weight"]).view(len(ids), 3, heads, dim)
+        qkv = F.linear(norm(x, w[p + "norm1.weight"]) * (1 + m[1]) + m[0], w[p + "attn_qkv.weight"]).view(
+            len(ids), 3, heads, dim
+        )
         q, k, v = rope(qkv[:, 0]), rope(qkv[:, 1]), qkv[:, 2]
         att = torch.softmax(torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(dim), -1)
         x = x + m[2] * F.linear(torch.einsum("hqk,khd->qhd", att, v).reshape(len(ids), -1), w[p + "attn_out.weight"])
@@ -275,14 +363,26 @@ def bd3lm_forward(w, c, ids):
         x = x + m[5] * F.linear(h, w[p + "mlp.2.weight"], w[p + "mlp.2.bias"])
     p = "backbone.output_layer."
     m = F.linear(cond, w[p + "adaLN_modulation.weight"], w[p + "adaLN_modulation.bias"]).chunk(2)
-    return F.linear(norm(x, w[p + "norm_final.weight"]) * (1 + m[1]) + m[0], w[p + "linear.weight"], w[p + "linear.bias"])
+    return F.linear(
+        norm(x, w[p + "norm_final.weight"]) * (1 + m[1]) + m[0], w[p + "linear.weight"], w[p + "linear.bias"]
+    )
 
 
 @pytest.mark.parametrize("arch", ["BD3LM", "MDLM"])
 def test_bd3lm_and_mdlm(tmp_path, arch):
     c = {
-        "architectures": [arch], "model_type": arch.lower(), "vocab_size": VOCAB, "block_size": 4, "hidden_dim": 32, "n_heads": 4,
-        "n_blocks": 2, "cond_dim": 16, "model_length": 64, "adaln": True, "time_conditioning": False, "attn_backend": "sdpa",
+        "architectures": [arch],
+        "model_type": arch.lower(),
+        "vocab_size": VOCAB,
+        "block_size": 4,
+        "hidden_dim": 32,
+        "n_heads": 4,
+        "n_blocks": 2,
+        "cond_dim": 16,
+        "model_length": 64,
+        "adaln": True,
+        "time_conditioning": False,
+        "attn_backend": "sdpa",
     }
     g = torch.Generator().manual_seed(0)
 
@@ -290,8 +390,12 @@ def test_bd3lm_and_mdlm(tmp_path, arch):
         return torch.randn(*shape, generator=g) * 0.3
 
     w = {"backbone.vocab_embed.embedding": rand(VOCAB, 32), "backbone.rotary_emb.inv_freq": torch.ones(4)}
-    for name, shape in {"sigma_map.mlp.0": (16, 256), "sigma_map.mlp.2": (16, 16), "output_layer.linear": (VOCAB, 32),
-                        "output_layer.adaLN_modulation": (64, 16)}.items():
+    for name, shape in {
+        "sigma_map.mlp.0": (16, 256),
+        "sigma_map.mlp.2": (16, 16),
+        "output_layer.linear": (VOCAB, 32),
+        "output_layer.adaLN_modulation": (64, 16),
+    }.items():
         w[f"backbone.{name}.weight"], w[f"backbone.{name}.bias"] = rand(*shape), rand(shape[0])
     w["backbone.output_layer.norm_final.weight"] = 1 + rand(32)
     for i in range(2):
@@ -315,8 +419,13 @@ def test_bd3lm_and_mdlm(tmp_path, arch):
 def test_masked_lm_of_bert_type(tmp_path):
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=40, initializer_range=0.3,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=40,
+        initializer_range=0.3,
     )
     bert = BertForMaskedLM(config).eval()
     bert.save_pretrained(tmp_path / "m")
@@ -372,7 +481,7 @@ class TinyE2D2(torch.nn.Module):
         return [t[:, None] for t in layer(self.embed(ids) + self.place(positions)).chunk(3, -1)]
 
     def encode(self, ids, positions, masks, cache):
-        q, k, v = self.split(self.qkv, ids, positions)
+        _, k, v = self.split(self.qkv, ids, positions)
         cache.update(k, v, 0)
 
     def decode(self, ids, positions, masks, cache, conditioning, conditioned):
@@ -408,8 +517,10 @@ def test_continuous_diffusion_and_strangers_are_refused_by_name(tmp_path):
     path = write(tmp_path / "z", {"x": torch.zeros(1)}, {"architectures": ["ZebraForCausalLM"], "model_type": "zebra"})
     with pytest.raises(UnsupportedError, match="ZebraForCausalLM"):
         DiffusionLM.from_pretrained(path)
-    with pytest.raises(UnsupportedError, match="encdec.EncoderDecoder"):
-        DiffusionLM.from_pretrained(write(tmp_path / "e", {"x": torch.zeros(1)}, {"architectures": ["E2D2"], "model_type": "e2d2"}))
+    with pytest.raises(UnsupportedError, match="EncoderDecoder"):
+        DiffusionLM.from_pretrained(
+            write(tmp_path / "e", {"x": torch.zeros(1)}, {"architectures": ["E2D2"], "model_type": "e2d2"})
+        )
     with pytest.raises(UnsupportedError, match="continuous"):
         DLMSpec(corruption="gaussian", mask_id=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="preset"):

@@ -27,7 +27,23 @@ def folder(tmp_path_factory):
 
 
 def test_writes_and_reports(folder, capsys):
-    assert main(["diffuse", "w1 w2 w3", "--model", folder, "--raw", "--max-new-tokens", "9", "--json", "--option", "threshold=0.2"]) == 0
+    assert (
+        main(
+            [
+                "diffuse",
+                "w1 w2 w3",
+                "--model",
+                folder,
+                "--raw",
+                "--max-new-tokens",
+                "9",
+                "--json",
+                "--option",
+                "threshold=0.2",
+            ]
+        )
+        == 0
+    )
     record = json.loads(capsys.readouterr().out)
     assert record["stats"]["nfe"][0] >= 1 and 0 < len(record["token_ids"]) <= 9
     lm = DiffusionLM.from_pretrained(folder)

@@ -37,7 +37,9 @@ def test_base_is_untouched_and_ar_mode_is_bit_exact():
     noisy[0, 6:] = True
     with adapter.rows(noisy):
         mixed = adapter.model(ids).logits
-    assert torch.equal(mixed[:, :6], plain[:, :6])  # causal: clean rows before the noisy ones are the base's, to the bit
+    assert torch.equal(
+        mixed[:, :6], plain[:, :6]
+    )  # causal: clean rows before the noisy ones are the base's, to the bit
     assert not torch.allclose(mixed[:, 6:], plain[:, 6:])
     assert torch.equal(adapter.model(ids).logits, plain)
     base_ids = {id(p) for p in base.parameters()}
@@ -65,7 +67,9 @@ def test_save_load_generate_infill_draft(tmp_path):
     lm = DiffusionLM.from_adapter(tiny_llama(0), str(tmp_path))
     assert lm.spec.name == "dual" and lm.ar is lm.adapter.base
     ids = prompt(6)
-    plain = base.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None, suppress_tokens=[MASK])
+    plain = base.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None, suppress_tokens=[MASK]
+    )
     out = lm.generate(ids, max_new_tokens=12, threshold=0.5)
     assert torch.equal(out, lm.generate(ids, max_new_tokens=12, threshold=0.5, cache="none"))
     assert out[0, 6] == plain[0, 6]  # the first slot after the anchor equals AR
@@ -75,7 +79,9 @@ def test_save_load_generate_infill_draft(tmp_path):
     hole[0, 3:5] = True
     filled = lm.infill(ids, hole)
     assert torch.equal(filled[~hole], ids[~hole])
-    text = SpecDiff(lm.ar, lm.drafter(block_size=3)).generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    text = SpecDiff(lm.ar, lm.drafter(block_size=3)).generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
     assert torch.equal(text, base.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None))
 
 

@@ -16,17 +16,39 @@ if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
 def build(canvas=8, window=6, scale=0.3):
     torch.manual_seed(0)
     text = {
-        "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": window,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_experts": 2, "top_k_experts": 1,
-        "moe_intermediate_size": 16, "initializer_range": scale, "pad_token_id": 0, "eos_token_id": 1,
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_experts": 2,
+        "top_k_experts": 1,
+        "moe_intermediate_size": 16,
+        "initializer_range": scale,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
     }
     vision = {
-        "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+        "model_type": "gemma4_vision",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
     }
     config = transformers.DiffusionGemmaConfig(
-        text_config=text, vision_config=vision, canvas_length=canvas, image_token_id=39, boi_token_id=38, eoi_token_id=37
+        text_config=text,
+        vision_config=vision,
+        canvas_length=canvas,
+        image_token_id=39,
+        boi_token_id=38,
+        eoi_token_id=37,
     )
     return transformers.DiffusionGemmaForBlockDiffusion(config).eval()
 
@@ -47,11 +69,23 @@ def prompt(n, seed=5):
         # bounds at which canvases really stop early, at different steps
         (
             {"steps": 30, "stability": 1, "confidence": 1.0, "bound": 100.0, "t_min": 0.02, "t_max": 0.04},
-            {"max_denoising_steps": 30, "stability_threshold": 1, "confidence_threshold": 1.0, "t_min": 0.02, "t_max": 0.04},
+            {
+                "max_denoising_steps": 30,
+                "stability_threshold": 1,
+                "confidence_threshold": 1.0,
+                "t_min": 0.02,
+                "t_max": 0.04,
+            },
         ),
         (
             {"steps": 30, "stability": 2, "confidence": 2.0, "bound": 2.0, "t_min": 0.01, "t_max": 0.03},
-            {"max_denoising_steps": 30, "stability_threshold": 2, "confidence_threshold": 2.0, "t_min": 0.01, "t_max": 0.03},
+            {
+                "max_denoising_steps": 30,
+                "stability_threshold": 2,
+                "confidence_threshold": 2.0,
+                "t_min": 0.01,
+                "t_max": 0.03,
+            },
         ),
     ],
 )
@@ -69,8 +103,12 @@ def test_tokens_equal_hugging_faces_own_generate(model, options, theirs, length)
             ref = model.generate(ids, max_new_tokens=20, eos_token_id=eos, pad_token_id=0, **theirs)
             torch.manual_seed(seed)
             out = lm.generate(
-                ids, max_new_tokens=20, draws="torch", eos_token_id=() if eos is None else eos,
-                return_dict_in_generate=True, **options,
+                ids,
+                max_new_tokens=20,
+                draws="torch",
+                eos_token_id=() if eos is None else eos,
+                return_dict_in_generate=True,
+                **options,
             )
             got = out.sequences[0]
             assert got.tolist() == ref.sequences[0, : len(got)].tolist()
@@ -87,7 +125,16 @@ def test_rows_of_a_batch_equal_their_solo_runs(model):
     rows = [prompt(4)[0], prompt(11, 6)[0]]
     ids, mask = left_padded(rows, pad=0)
     lm = DiffusionLM(model)
-    args = {"max_new_tokens": 14, "steps": 14, "confidence": 1.0, "bound": 100.0, "t_min": 0.02, "t_max": 0.04, "eos_token_id": (), "return_dict_in_generate": True}
+    args = {
+        "max_new_tokens": 14,
+        "steps": 14,
+        "confidence": 1.0,
+        "bound": 100.0,
+        "t_min": 0.02,
+        "t_max": 0.04,
+        "eos_token_id": (),
+        "return_dict_in_generate": True,
+    }
     out = lm.generate(ids, mask, seed=[3, 4], **args)
     for i, row in enumerate(rows):
         solo = lm.generate(row[None], seed=[3 + i], **args)

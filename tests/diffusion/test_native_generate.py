@@ -49,7 +49,7 @@ def test_exactly_max_new_tokens(model, new, changes):
 
 @pytest.mark.parametrize("name,changes", [("threshold", {}), ("dynamic", BLOCK), ("edit", BLOCK), ("mask_predict", {})])
 def test_the_first_end_id_ends_the_row(model, name, changes):
-    """Take a token that is really written as end id; the row ends there, padding follows, wherever it lies in a block."""
+    """Take a token that is really written as end id: the row ends there, wherever it lies in a block."""
     dlm = lm(model, **changes)
     ids = prompt(6)
     free = dlm.generate(ids, max_new_tokens=12, policy=name)[0, 6:].tolist()
@@ -70,7 +70,12 @@ def test_an_end_id_with_noise_before_it_does_not_end_the_row(model):
     dlm = lm(model)
     free = dlm.generate(prompt(5), max_new_tokens=6, policy="any_order", order="right")[0, 5:].tolist()
     out = dlm.generate(
-        prompt(5), max_new_tokens=6, policy="any_order", order="right", eos_token_id=free[-1], return_dict_in_generate=True
+        prompt(5),
+        max_new_tokens=6,
+        policy="any_order",
+        order="right",
+        eos_token_id=free[-1],
+        return_dict_in_generate=True,
     )
     assert out.sequences[0, 5:].tolist() == free[: free.index(free[-1]) + 1]
 
@@ -152,12 +157,15 @@ def test_sampling_filters(model):
     for convention in ("llada", "dream", "sdar"):
         dlm = lm(model, convention=convention, policy="any_order")
         greedy = dlm.generate(prompt(5), max_new_tokens=8, order="left")
-        assert torch.equal(dlm.generate(prompt(5), max_new_tokens=8, order="left", temperature=5.0, top_k=1, seed=3), greedy)
+        assert torch.equal(
+            dlm.generate(prompt(5), max_new_tokens=8, order="left", temperature=5.0, top_k=1, seed=3), greedy
+        )
         assert not torch.equal(dlm.generate(prompt(5), max_new_tokens=8, order="left", temperature=5.0, seed=3), greedy)
     hot = dlm.generate(prompt(5), max_new_tokens=6, do_sample=True, seed=1)
     assert torch.equal(hot, dlm.generate(prompt(5), max_new_tokens=6, temperature=1.0, seed=1))
     assert torch.equal(
-        dlm.generate(prompt(5), max_new_tokens=6, do_sample=False, temperature=1.0, seed=1, order="left"), greedy[:, :11]
+        dlm.generate(prompt(5), max_new_tokens=6, do_sample=False, temperature=1.0, seed=1, order="left"),
+        greedy[:, :11],
     )
 
 
@@ -183,7 +191,7 @@ def test_logits_and_token_hooks(model):
         return torch.full_like(ids, 9)
 
     out = lm(model).generate(prompt(4), max_new_tokens=5, tokens_hook=all_nine, fixed={0: [3]})
-    assert out[0].tolist() == prompt(4)[0].tolist() + [3, 9, 9, 9, 9]
+    assert out[0].tolist() == [*prompt(4)[0].tolist(), 3, 9, 9, 9, 9]
 
 
 def test_guidance_zero_is_none_and_one_doubled_pass(model):
@@ -202,7 +210,9 @@ def test_guidance_zero_is_none_and_one_doubled_pass(model):
     # a block model caches both halves; rows leave both
     block = lm(model, **BLOCK)
     args = {"max_new_tokens": 9, "policy": "dynamic", "threshold": 0.3, "cfg_scale": 1.0}
-    assert torch.equal(block.generate(ids, mask, cache="block", **args), block.generate(ids, mask, cache="none", **args))
+    assert torch.equal(
+        block.generate(ids, mask, cache="block", **args), block.generate(ids, mask, cache="none", **args)
+    )
 
 
 def test_fixed_suffix_is_there_and_no_end_before_it(model):
@@ -255,7 +265,13 @@ def test_outputs(model):
     assert torch.equal(out.sequences[:, :7], ids)
     assert out.confidence.shape == (2, 6) and ((out.confidence > 0) & (out.confidence <= 1)).all()
     s = out.stats
-    assert s.nfe == [3, 3] and s.passes == 3 and s.new_tokens == [6, 6] and s.tokens_per_pass == [2.0, 2.0] and s.blocks == [1, 1]
+    assert (
+        s.nfe == [3, 3]
+        and s.passes == 3
+        and s.new_tokens == [6, 6]
+        and s.tokens_per_pass == [2.0, 2.0]
+        and s.blocks == [1, 1]
+    )
     assert len(out.trajectory) == 3
     assert [int(noisy.sum()) for _, noisy in out.trajectory] == [8, 4, 0]
     assert torch.equal(out.trajectory[-1][0], out.sequences[:, 7:])
@@ -443,7 +459,7 @@ def test_score_of_block_models_and_padding(model):
 
 @pytest.mark.parametrize("kind", ["cap", "rescale", "loop"])
 def test_remdm_keeps_the_expected_share_of_masks(kind):
-    """sigma stays below its bound, and masks(s) = (1 - alpha_t)(1 - unmask) + alpha_t sigma = 1 - alpha_s at every step."""
+    """sigma within its bound, and (1 - alpha_t)(1 - unmask) + alpha_t sigma = 1 - alpha_s at every step."""
     policy = ReMDM(kind=kind, steps=40)
     grid = torch.linspace(1, 0, 41, dtype=torch.float64)
     settled, confidence = torch.ones(1, 4, dtype=torch.bool), torch.full((1, 4), 0.7)
@@ -475,7 +491,12 @@ def test_absorbing_posterior_on_a_toy(model):
     """Masked share after each grid step of the ancestral sampler is binomial with mean 1 - alpha."""
     rows, steps = 500, 4
     out = lm(model).generate(
-        prompt(3).repeat(rows, 1), max_new_tokens=5, policy="ancestral", steps=steps, seed=2, return_dict_in_generate=True
+        prompt(3).repeat(rows, 1),
+        max_new_tokens=5,
+        policy="ancestral",
+        steps=steps,
+        seed=2,
+        return_dict_in_generate=True,
     )
     assert max(out.stats.nfe) <= steps and min(out.stats.nfe) >= 1
     # a grid step needs a pass only if it decides something: expected passes = sum over steps of 1 - (1 - 1/4)^5

@@ -1,4 +1,4 @@
-"""What must hold for any model, without training: AR equality, caches, rows, fixed spans, the analytic law, progress."""
+"""What must hold for any model, untrained: AR equality, caches, rows, fixed spans, the analytic law, progress."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ class Table:
             law = law / law.sum()
             out.append(torch.stack([law.sum([d for d in range(3) if d != place]) for place in range(3)]))
         p = torch.cat([torch.stack(out), torch.zeros(len(out), 3, 1)], -1)
-        positions, valid = pack(batch.want[:, -3:])
+        positions, _ = pack(batch.want[:, -3:])
         return p.log().gather(1, positions[..., None].expand(-1, -1, self.vocab_size))
 
 

@@ -126,7 +126,7 @@ def test_dream(model, alg, steps):
 
 
 def test_dream_origin_law(model):
-    """Masks are decided with chance 1 - s/t: the number decided in the first step that decides any is binomial, cut at 0."""
+    """Masks are decided with chance 1 - s/t: the count of the first step that decides any is binomial, cut at 0."""
     ids, steps, rows = prompt(4), 4, 400
     dlm = lm(model, shift=1, policy="dream", convention="dream")
     out = dlm.generate(

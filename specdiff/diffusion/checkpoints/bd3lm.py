@@ -69,7 +69,7 @@ class TimeMap(nn.Module):
 
     def forward(self) -> Tensor:
         """``[1, size]`` for sigma 0: cosines 1, sines 0."""
-        weight = self.mlp[0].weight
+        weight = next(self.mlp.parameters())
         half = self.features // 2
         zero = torch.cat([weight.new_ones(1, half), weight.new_zeros(1, self.features - half)], -1)
         return self.mlp(zero)
@@ -88,7 +88,9 @@ class DiTBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(approximate="tanh"), nn.Linear(4 * size, size))
         self.adaLN_modulation = nn.Linear(config.cond_dim, 6 * size) if config.adaln else None
 
-    def forward(self, x: Tensor, c: Tensor | None, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, c: Tensor | None, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any
+    ) -> Tensor:
         if self.adaLN_modulation is not None:
             shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)
         else:
@@ -162,7 +164,9 @@ class BD3LM(PreTrainedModel):
     def __init__(self, config: BD3LMConfig) -> None:
         super().__init__(config)
         if config.time_conditioning:
-            raise UnsupportedError("BD3-LM checkpoints with time_conditioning need a time input, which denoisers here do not take")
+            raise UnsupportedError(
+                "BD3-LM checkpoints with time_conditioning need a time input, which denoisers here do not take"
+            )
         self.backbone = DiT(config)
         self.post_init()
 
@@ -189,4 +193,6 @@ class BD3LM(PreTrainedModel):
         """Logits ``[B, T, V]``, the last ``logits_to_keep`` of them."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return CausalLMOutputWithPast(logits=self.backbone(input_ids, attention_mask, position_ids, cache, logits_to_keep))
+        return CausalLMOutputWithPast(
+            logits=self.backbone(input_ids, attention_mask, position_ids, cache, logits_to_keep)
+        )

@@ -50,7 +50,7 @@ def _guess(model: Any) -> DLMSpec:
 
 def _from_config(model: Any, spec: DLMSpec, changes: Mapping[str, Any]) -> DLMSpec:
     """What only the model knows: DiffusionGemma's canvas length and end ids, a masked LM's special ids."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     found: dict[str, Any] = {}
     if spec.name == "diffusion-gemma" and hasattr(config, "canvas_length"):
         found["block_size"] = config.canvas_length

@@ -1,6 +1,7 @@
 """LLaDA2.x's mixture-of-experts transformer, which transformers has no native class for. Inference only.
 
-Layout of the public checkpoints: fused query/key/value with per-head RMS norms, half-rotary embedding, one shared expert, a
+Layout of the public checkpoints: fused query/key/value with per-head RMS norms, half-rotary embedding, one shared
+expert, a
 sigmoid router in groups with a bias that only chooses, and a scaling factor on the chosen weights.
 """
 
@@ -83,6 +84,8 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Sigmoid scores; the best ``topk_group`` groups by their two best biased experts; the best experts among those."""
 
+    expert_bias: Tensor
+
     def __init__(self, config: LLaDA2MoeConfig) -> None:
         super().__init__()
         self.config = config
@@ -137,11 +140,13 @@ class Attention(nn.Module):
         width = (self.heads + 2 * self.groups) * self.dim
         self.query_key_value = nn.Linear(config.hidden_size, width, bias=config.use_qkv_bias)
         self.dense = nn.Linear(self.heads * self.dim, config.hidden_size, bias=config.use_bias)
+        self.query_layernorm: nn.Module
+        self.key_layernorm: nn.Module
         if config.use_qk_norm:
             self.query_layernorm = RMSNorm(self.dim, config.rms_norm_eps)
             self.key_layernorm = RMSNorm(self.dim, config.rms_norm_eps)
         else:
-            self.query_layernorm, self.key_layernorm = nn.Identity(), nn.Identity()
+            self.query_layernorm = self.key_layernorm = nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor], cache: Any) -> Tensor:
         rows, length, _ = x.shape
@@ -190,7 +195,8 @@ class Backbone(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> Tensor:
         x = self.word_embeddings(ids)
-        dim = int(self.layers[0].attention.dim * self.config.partial_rotary_factor)
+        head = self.config.head_dim or self.config.hidden_size // self.config.num_attention_heads
+        dim = int(head * self.config.partial_rotary_factor)
         power = torch.arange(0, dim, 2, device=ids.device, dtype=torch.float32) / dim
         angle = positions[..., None].float() / self.config.rope_base**power
         angle = torch.cat([angle, angle], -1)[:, None]
@@ -242,7 +248,7 @@ class LLaDA2MoeForCausalLM(PreTrainedModel):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits ``[B, T, V]`` (the last ``logits_to_keep`` of them) with full attention unless the mask says otherwise."""
+        """Logits ``[B, T, V]``, the last ``logits_to_keep`` of them; full attention unless the mask says otherwise."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         hidden = self.model(input_ids, attention_mask, position_ids, cache)

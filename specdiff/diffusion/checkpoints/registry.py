@@ -1,4 +1,4 @@
-"""Which class and which spec a checkpoint folder wants. No remote code is run: public weights go into native classes."""
+"""Which class and which spec a checkpoint folder wants. No remote code runs: weights go into native classes."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def _family(values: dict[str, Any], name: str, preset: str | DLMSpec | None) -> 
     for word in CONTINUOUS:
         if word in (model_type.lower().replace("_", "-"), kind.lower().replace("_", "-")):
             raise UnsupportedError(
-                f"{name} is {kind or model_type}: continuous embedding diffusion (Diffusion-LM, AR-Diffusion, DiT, flow "
-                "matching) has no token canvas and is not supported"
+                f"{name} is {kind or model_type}: continuous embedding diffusion (Diffusion-LM, AR-Diffusion, DiT, "
+                "flow matching) has no token canvas and is not supported"
             )
     if kind.endswith("MaskedLM"):
         return Family("bert", _class("AutoModelForMaskedLM"))
@@ -255,7 +255,11 @@ def _with_config(spec: DLMSpec, folder: Path, values: dict[str, Any], tokenizer:
     if spec.corruption == "mask":
         eos = generation.get("eos_token_id", values.get("eos_token_id"))
         if eos is None and tokenizer is not None:
-            eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else getattr(tokenizer, "sep_token_id", None)
+            eos = (
+                tokenizer.eos_token_id
+                if tokenizer.eos_token_id is not None
+                else getattr(tokenizer, "sep_token_id", None)
+            )
         if eos is not None:
             ids = (eos,) if isinstance(eos, int) else tuple(eos)
             found["eos_ids"] = ids + tuple(i for i in spec.eos_ids if i not in ids and i < values.get("vocab_size", 0))

@@ -55,7 +55,9 @@ def make_policy(policy: str | Policy, options: dict[str, Any]) -> Policy:
     """The policy of that name with these options; options it does not have are refused by name."""
     if isinstance(policy, Policy):
         if options:
-            raise InvalidInputError(f"options {', '.join(sorted(options))} belong into the policy object that was given")
+            raise InvalidInputError(
+                f"options {', '.join(sorted(options))} belong into the policy object that was given"
+            )
         return policy
     if policy not in POLICIES:
         raise InvalidInputError(f"unknown policy {policy!r}; known: {', '.join(sorted(POLICIES))}")

@@ -24,9 +24,11 @@ def _step_draw(u: Tensor, step: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ancestral(Policy):
-    """MDLM (Sahoo et al. 2024): each mask is decided with chance ``(alpha_s - alpha_t) / (1 - alpha_t)``, alpha = 1 - t.
+    """MDLM (Sahoo et al. 2024): each mask is decided with chance ``(alpha_s - alpha_t) / (1 - alpha_t)``, alpha = 1
+    - t.
 
-    The denoiser takes no time input, so a step that decides nothing needs no pass: it is skipped within this one. ``steps``
+    The denoiser takes no time input, so a step that decides nothing needs no pass: it is skipped within this one.
+    ``steps``
     is the resolution of the time grid; passes are at most that and at most the number of tokens.
     """
 
@@ -59,7 +61,7 @@ class Ancestral(Policy):
 
 @dataclass(frozen=True)
 class FirstHitting(Policy):
-    """BD3-LM's first-hitting sampler (Zheng et al. 2024): ``t <- t u^(1/n)``, one masked position uniformly, per pass."""
+    """BD3-LM's first-hitting sampler (Zheng et al. 2024): ``t <- t u^(1/n)``, one uniform masked position a pass."""
 
     name: ClassVar[str] = "first_hitting"
 
@@ -110,7 +112,8 @@ class AnyOrder(Policy):
 class MaskPredict(Policy):
     """Mask-Predict (Ghazvininejad et al. 2019): decide all, then remask the ``N (T - t) / T`` least confident.
 
-    A token keeps the confidence of the step in which it was last predicted. The number of masks always falls by at least
+    A token keeps the confidence of the step in which it was last predicted. The number of masks always falls by at
+    least
     one, so more steps than tokens count as one per token.
     """
 

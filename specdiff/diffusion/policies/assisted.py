@@ -17,7 +17,8 @@ from specdiff.diffusion.sampling import probability, warp
 class AdaptiveParallel(Policy):
     """APD (Israel et al. 2025), *lossy*: the text follows neither model's law.
 
-    Draft all masks with noise g from the diffusion law; target logits are ``R * diffusion + (1 - R) * AR`` with the same g;
+    Draft all masks with noise g from the diffusion law; target logits are ``R * diffusion + (1 - R) * AR`` with the
+    same g;
     accept left to right while draft and target agree, the first always (it is then the target's own token).
     ``R = 1`` accepts everything, ``R = 0`` greedy keeps the longest prefix that AR itself would write.
 

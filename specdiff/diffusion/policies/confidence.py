@@ -112,7 +112,7 @@ class SubBlock(Policy):
 
 @dataclass(frozen=True)
 class Dynamic(Policy):
-    """SDAR's low-confidence dynamic and LLaDA2.0: all above the threshold if they reach the step's quota, else the quota."""
+    """SDAR's dynamic rule and LLaDA2.0: all above the threshold if they reach the step's quota, else the quota."""
 
     name: ClassVar[str] = "dynamic"
     per_block: ClassVar[bool] = True
@@ -214,7 +214,7 @@ class Dream(Policy):
         return self.alg == "maskgit_plus"
 
     def _origin(self, view: View) -> Decision:
-        """Each mask is decided with chance ``1 - s/t``. Steps that would decide nothing need no pass: they are skipped."""
+        """Each mask is decided with chance ``1 - s/t``. Steps that decide nothing need no pass: they are skipped."""
         tokens, confidence, _ = view.propose()
         done = view.memory.get("time", torch.zeros_like(view.step))
         longest = int(view.steps.max())
@@ -237,7 +237,8 @@ class Dream(Policy):
 
 @dataclass(frozen=True)
 class Edit(Dynamic):
-    """LLaDA2.1: as ``dynamic``, and each step committed tokens of the block are overwritten where ``p > edit_threshold``.
+    """LLaDA2.1: as ``dynamic``, and each step committed tokens of the block are overwritten where ``p >
+    edit_threshold``.
 
     When no mask is left the block stays open for at most ``extra`` more steps, and closes when nothing changes.
     """
@@ -272,7 +273,7 @@ class Edit(Dynamic):
 
 @dataclass(frozen=True)
 class StableSkip(Threshold):
-    """Jump-share: as ``threshold``, and a position whose argmax has stood still for ``patience`` passes is committed too."""
+    """Jump-share: as ``threshold``, and what kept its argmax for ``patience`` passes is committed too."""
 
     name: ClassVar[str] = "stable_skip"
     patience: float = 3
@@ -295,7 +296,8 @@ class StableSkip(Threshold):
 
 @dataclass(frozen=True)
 class Mixed(Threshold):
-    """Token-level mixing: with chance ``share`` a step commits the leftmost mask alone (AR), otherwise as ``threshold``.
+    """Token-level mixing: with chance ``share`` a step commits the leftmost mask alone (AR), otherwise as
+    ``threshold``.
 
     With ``share`` 1 and causal attention the text is plain AR decoding.
     """

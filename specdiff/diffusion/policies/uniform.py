@@ -20,7 +20,8 @@ from specdiff.errors import InvalidInputError
 class EntropyBound(Policy):
     """Each step: temper, draw, accept in ascending entropy while (sum - own) <= bound; the rest becomes random again.
 
-    Acceptance is recomputed every step and not sticky. The block ends when its argmax was stable for ``stability`` steps and
+    Acceptance is recomputed every step and not sticky. The block ends when its argmax was stable for ``stability``
+    steps and
     the mean entropy is below ``confidence``, or after ``steps``; what is emitted is the argmax.
 
     Attributes:
