@@ -197,6 +197,30 @@ def test_readme_has_two_one_line_commands():
         assert "-c constraints.txt" in command and "\n" not in command
 
 
+def test_readme_names_every_command():
+    from specdiff.cli import COMMANDS
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in COMMANDS if f"| `specdiff {name}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("listed", "strict", "code"), [("", "1", 1), ("test_it.py::test_s*  # why", "1", 0), ("", "", 0)]
+)
+def test_a_skip_that_is_not_listed_fails_in_ci(listed, strict, code, tmp_path):
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "allowed_skips.txt").write_text(listed + "\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_skips(): pytest.skip('no reason')\ndef test_runs(): pass\n"
+        "@pytest.mark.xfail\ndef test_expected(): assert False\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    environment = {**os.environ, "SPECDIFF_STRICT_SKIPS": strict}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout
+    assert ("test_it.py::test_skips: " in done.stdout) == (code == 1)
+
+
 def test_licence_is_apache():
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "Version 2.0, January 2004" in text and len(text) > 11_000
