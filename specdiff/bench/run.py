@@ -153,11 +153,8 @@ def run_bench(
 def target_in_use(wrapped: SpecDiff, samples: Sequence[Sample]) -> Target:
     """The target path that the timed runs took (general or fast)."""
     path = next((stats.path for s in samples for r in s.runs.values() if (stats := r.stats) is not None), None)
-    for name in ("fast_target", "target"):
-        found = getattr(wrapped, name, None)
-        if isinstance(found, Target) and found.name == path:
-            return found
-    return wrapped.target
+    fast = wrapped.fast_target
+    return fast if fast is not None and fast.name == path else wrapped.target
 
 
 def _arms(wrapped: SpecDiff, plain: SpecDiff, options: BenchOptions, temperature: float) -> dict[str, Arm]:
