@@ -23,6 +23,8 @@ class DFlashSession:
 
     def __init__(self, drafter: DFlashDrafter, request: DraftRequest) -> None:
         self.drafter, self.request = drafter, request
+        self._runtime = drafter.runtime()
+        self._model = self._runtime.model
         config = drafter.config
         weight = drafter.model.fc.weight
         self._compute = weight.dtype
@@ -36,6 +38,7 @@ class DFlashSession:
         ids = drafter.draft_ids
         columns = torch.arange(drafter.head.shape[0]) if ids is None else ids
         self._ids = columns.to(request.device)
+        self._width = 0
         self._inside = self._ids < request.vocab_size
         self._all_inside = int(self._ids.max()) < request.vocab_size
 
@@ -51,9 +54,9 @@ class DFlashSession:
             raise InvalidInputError("a DFlash drafter reads target states, but commit() got none")
         if tokens.shape[1] == 0:
             return
-        features = self.drafter.model.tap_features(taps.to(self._compute))
+        features = self._model.tap_features(taps.to(self._compute))
         positions = self._cache.positions(tokens.shape[1])
-        self._cache.append(self.drafter.model.context(features, positions), counts)
+        self._cache.append(self._model.context(features, positions), counts)
         at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         last = features.gather(1, at)[:, 0]
         fresh = counts > 0
@@ -71,7 +74,7 @@ class DFlashSession:
         if self.drafter.config.sequential:
             tokens, logits = self._walk(states, noise)
         else:
-            logits = self._logits(self.drafter.model.norm(states))
+            logits = self._logits(self._model.norm(states))
             race = self._race(slots, noise)
             tokens = self._pick(logits, race)
         finite = torch.isfinite(logits.amax(-1))  # NaN and an empty row show in the maximum
@@ -88,10 +91,14 @@ class DFlashSession:
         # A row that was rolled back has lost its last taps until the next commit: draft without them.
         known = (self._last_position == self._cache.lengths - 1) & (self._cache.lengths > 0)
         last = self._last * known[:, None].to(self._last.dtype)
-        width = slots if config.direct else slots + 1
-        x = drafter.model.block_input(drafter.embed(anchor[:, None]), last[:, None], drafter.mask_embedding(), width)
+        # Slots see each other, and a row's draft must not depend on how many its neighbours may still use: the pass
+        # stays as wide as the widest so far.
+        self._width = max(self._width, slots)
+        width = self._width if config.direct else self._width + 1
+        x = self._model.block_input(drafter.embed(anchor[:, None]), last[:, None], drafter.mask_embedding(), width)
         visible = self._cache.visible()[:, None]
-        return drafter.model.run_layers(x, self._cache.read(), visible, self._cache.lengths[:, None])[:, 0]
+        states = self._model.run_layers(x, self._cache.read(), visible, self._cache.lengths[:, None])
+        return states[:, 0, :slots]
 
     def _walk(self, states: Tensor, noise: RoundNoise) -> tuple[Tensor, Tensor]:
         """Left to right: each slot sees the tokens drawn before it, so its law is exactly the one reported."""
@@ -101,7 +108,7 @@ class DFlashSession:
         race = self._race(states.shape[1], noise)
         tokens, rows = [], []
         for k in range(states.shape[1]):
-            normed = drafter.model.correct(states[:, k], drafter.embed(recent))
+            normed = self._model.correct(states[:, k], drafter.embed(recent))
             logits = self._logits(normed)
             token = self._pick(logits, None if race is None else race[:, k])
             tokens.append(token)
@@ -111,7 +118,7 @@ class DFlashSession:
 
     def _logits(self, normed: Tensor) -> Tensor:
         """Logits ``[..., Vd]`` after the request's warp (not under the greedy rule, where only the argmax counts)."""
-        logits = self.drafter.logits(normed)
+        logits = self._runtime.logits(normed)
         if not self._all_inside:
             logits = logits.masked_fill(~self._inside, float("-inf"))
         return logits if self.request.greedy else self.request.warp(logits)

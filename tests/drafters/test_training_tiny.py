@@ -1,0 +1,277 @@
+"""Training on tiny models: B52 (no leak), B53 (training and serving agree), a run from nothing."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from specdiff import SpecDiff
+from specdiff.drafters.dflash import DFlashDrafter
+from specdiff.drafters.loading import load
+from specdiff.drafters.train.batches import collate, draw_anchors
+from specdiff.drafters.train.build import Shape, build
+from specdiff.drafters.train.corpus import Document, write_shard
+from specdiff.drafters.train.data import Corpus
+from specdiff.drafters.train.evaluate import evaluate
+from specdiff.drafters.train.step import BlockObjective, LossConfig
+from specdiff.drafters.train.trainer import TrainConfig, Trainer
+
+QUICK = {
+    "mixed_precision": "no",
+    "lr": 5e-3,
+    "average": 0.0,
+    "evaluate_every": 1e9,
+    "optimizer": "adamw",
+    "warmup": 0.05,
+}
+
+
+def corpus_of(folder, model, shape: Shape, share: float = 0.0) -> Corpus:
+    corpus = Corpus([str(folder)], folder / "features", shape.tap_ids(model), top=8, share=share, model=model)
+    corpus.rescan()
+    return corpus
+
+
+def served(model, drafter, prompts, new: int):
+    """Accepted tokens per full round, greedy, and the text."""
+    out = SpecDiff(model, drafter).generate(
+        prompts,
+        attention_mask=(prompts != 0).long(),
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    return out
+
+
+SHAPES = {
+    "plain": Shape(block_size=4, layers=2, taps=(0, 2), vocabulary=0, plain=True, mask_token_id=3),
+    "late": Shape(block_size=4, layers=1, taps=(0, 2), vocabulary=0, window=2),
+}
+
+
+@pytest.mark.parametrize(("shape", "tied"), [("plain", False), ("late", True), ("late", False)])
+def test_b53_overfitted_drafter_serves_what_it_learned(tmp_path, shape, tied):
+    """Four of the target's own greedy texts learned by heart: nearly whole blocks accepted when served, from any prompt
+    length, in a padded batch, and after save and load."""
+    model = tiny.target(tied=tied)
+    documents = tiny.write_greedy_corpus(tmp_path, model, 4, new=36)
+    kind = SHAPES[shape]
+    corpus = corpus_of(tmp_path, model, kind)
+    drafter = build(model, corpus, kind)
+    last: dict[str, list[float]] = {}
+    config = TrainConfig(max_steps=260, rows=4, anchors=24, loss=LossConfig(gamma=8.0, hard=0.5), **QUICK)
+    trainer = Trainer(drafter, corpus, config, tmp_path / "run", lambda state, info: last.update(info))
+    trainer.train()
+    assert min(last["accuracy"]) > 0.99, last["accuracy"]
+
+    items = [s[i] for s, i in corpus.train]
+    trained = evaluate(drafter, items)
+    assert trained.by_position[0] > 0.97
+
+    prompts = torch.tensor(np.stack([d.ids[: d.prompt_length] for d in documents]))
+    want = torch.tensor(np.stack([d.ids for d in documents]))
+    batch = served(model, drafter, prompts, 36)
+    assert batch.sequences.tolist() == want.tolist()
+    assert batch.stats.tau > 0.9 * trained.tau
+    assert batch.stats.tau > 4.0, "K = 4: nearly whole blocks"
+
+    longer = [torch.tensor(d.ids[None, : 4 + cut]) for cut, d in zip((0, 1, 6, 9), documents, strict=True)]
+    width = max(p.shape[1] for p in longer)
+    padded = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0)) for p in longer])
+    mixed = served(model, drafter, padded, 20)
+    assert mixed.stats.tau > 3.5
+    for row, document in zip(mixed.sequences, documents, strict=True):
+        text = row[row != 0].tolist() if 0 not in document.ids else row.tolist()
+        assert text == document.ids[: len(text)].tolist()
+
+    drafter.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved", model)
+    reloaded = served(model, again, prompts, 36)
+    assert reloaded.stats.emitted == batch.stats.emitted
+
+
+@pytest.mark.parametrize("anchors", [1, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_b52_random_tokens_stay_at_chance(tmp_path, shape, anchors):
+    """Nothing to learn in independent uniform tokens: any accuracy above chance would be a leak through the mask."""
+    model = tiny.target()
+    rng = np.random.default_rng(0)
+    documents = [Document(rng.integers(0, tiny.VOCAB, 48), 2, "random") for _ in range(40)]
+    write_shard(tmp_path / "random.npz", documents)
+    kind = SHAPES[shape]
+    corpus = corpus_of(tmp_path, model, kind, share=0.3)
+    drafter = build(model, corpus, kind)
+    config = TrainConfig(max_steps=40, rows=8, anchors=anchors, loss=LossConfig(hard=1.0), **QUICK)
+    as_text(corpus)
+    Trainer(drafter, corpus, config, tmp_path / "run").train()
+    held = [s[i] for s, i in corpus.held]
+    assert len(held) >= 6
+    result = evaluate(drafter, held)
+    hits = result.by_position[0]
+    count = sum(len(d.document) - 3 for d in held)
+    chance = 1 / tiny.VOCAB
+    assert hits < chance + 4 * (chance / count) ** 0.5, f"{hits} on {count} random tokens"
+
+
+def as_text(corpus: Corpus) -> None:
+    """Make the document's own next token the training target (the target model's opinion of noise is learnable)."""
+    for shard in corpus.shards.values():
+        following = np.concatenate([np.append(d.ids[1:], 0) for d in shard.documents])
+        shard._ids = np.tile(following[:, None], (1, 8))
+        shard._logprobs = np.concatenate([np.zeros((len(following), 1)), np.full((len(following), 7), -100.0)], 1)
+
+
+def test_b52_control_a_leaking_mask_is_noticed(tmp_path):
+    """The same test sees a leak: blocks that may look at their own positions' states learn the answers."""
+    model = tiny.target()
+    rng = np.random.default_rng(0)
+    documents = [Document(rng.integers(0, tiny.VOCAB, 48), 2, "random") for _ in range(40)]
+    write_shard(tmp_path / "random.npz", documents)
+    kind = SHAPES["late"]
+    corpus = corpus_of(tmp_path, model, kind, share=0.3)
+    as_text(corpus)
+    drafter = build(model, corpus, kind)
+    honest = drafter.states
+
+    def leaky(features, anchors, anchor_ids, slots, valid=None):
+        shifted = torch.roll(features, -1, 1)  # the state *at* the anchor's next token
+        return honest(shifted, anchors, anchor_ids, slots, valid)
+
+    drafter.states = leaky  # type: ignore[method-assign]
+    config = TrainConfig(max_steps=150, rows=8, anchors=40, loss=LossConfig(hard=1.0, gamma=1.0), **QUICK)
+    Trainer(drafter, corpus, config, tmp_path / "run").train()
+    shifted_anchor = evaluate(drafter, [s[i] for s, i in corpus.train])
+    assert shifted_anchor.by_position[0] > 3 / tiny.VOCAB
+
+
+@pytest.mark.parametrize("variant", tiny.VARIANTS)
+def test_blocks_see_nothing_they_should_not(variant):
+    """Changing a document from some position on changes no block that starts before it (teacher forcing aside)."""
+    model = tiny.target()
+    drafter = tiny.drafter(model, **tiny.VARIANTS[variant])
+    ids = torch.randint(4, tiny.VOCAB, (1, 20), generator=torch.Generator().manual_seed(0))
+    other = ids.clone()
+    other[:, 11:] = (other[:, 11:] + 7) % tiny.VOCAB
+    anchors = torch.tensor([[3, 7, 10, 11, 12]])
+    states = []
+    for text in (ids, other):
+        features = drafter.model.tap_features(tiny.taps_of(model, text, drafter.taps))
+        with torch.no_grad():
+            states.append(drafter.states(features, anchors, text.gather(1, anchors), 4))
+    torch.testing.assert_close(states[0][:, :3], states[1][:, :3], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(states[0][:, 3:], states[1][:, 3:], atol=1e-3)
+
+
+def test_run_from_nothing(tmp_path):
+    """Corpus, features, training, evaluation, card: a tiny target that repeats a few patterns is learned in seconds, and
+    what training measured is what serving accepts."""
+    from specdiff.cli.train import serve
+    from specdiff.drafters.train.pipeline import Plan, run
+
+    model = tiny.target(spread=0.3)
+    tiny.write_greedy_corpus(tmp_path / "data", model, 150, prompt=3, new=30)
+    plan = Plan(
+        data=[str(tmp_path / "data")],
+        folder=tmp_path / "run",
+        shape=Shape(block_size=4, layers=1, taps=(0, 2), vocabulary=0, window=2),
+        config=TrainConfig(max_steps=150, rows=8, anchors=24, **(QUICK | {"lr": 3e-3, "average": 0.9})),
+        held_out=0.15,
+        top=8,
+        served_prompts=12,
+        served_tokens=30,
+    )
+    outcome = run(model, plan, serve=lambda d, prompts, new: serve(model, d, prompts, new))
+    assert outcome.held_out is not None
+    assert outcome.state.step == 150
+    assert outcome.held_out.tau > 1.3, "something was learned"
+    assert abs(outcome.served["drafter"]["tau"] - outcome.held_out.tau) < 0.35
+    card = (tmp_path / "run" / "drafter" / "README.md").read_text()
+    assert "held-out greedy tau" in card and "served greedy tau" in card
+    assert json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])["step"] == 150
+
+
+def test_served_acceptance_equals_replay(tmp_path):
+    """On one held-out greedy text the replayed rounds are the served rounds, one by one."""
+    model = tiny.target()
+    tiny.write_greedy_corpus(tmp_path, model, 12, new=30)
+    kind = SHAPES["late"]
+    corpus = corpus_of(tmp_path, model, kind)
+    drafter = build(model, corpus, kind)
+    Trainer(drafter, corpus, TrainConfig(max_steps=40, rows=4, anchors=16, **QUICK), tmp_path / "run").train()
+    from specdiff.drafters.train.evaluate import accepted_lengths
+
+    for shard, i in corpus.train[:6]:
+        item = shard[i]
+        lengths = accepted_lengths(drafter, item, 4, torch.device("cpu")).tolist()
+        want, at = [], 0
+        while at < len(lengths):
+            want.append(min(lengths[at], len(lengths) - at) + 1)
+            at += lengths[at] + 1
+        prompt = torch.tensor(item.document.ids[None, :4])
+        out = served(model, drafter, prompt, 30)
+        got = out.stats.emitted[0][1:]
+        assert got[:-1] == want[: len(got) - 1], (got, want)
+
+
+def test_resume_continues(tmp_path):
+    """A run that stopped goes on from its step, with the same optimiser state and budget."""
+    model = tiny.target()
+    tiny.write_greedy_corpus(tmp_path, model, 10)
+    kind = SHAPES["late"]
+
+    def trainer(steps: int, folder: str) -> Trainer:
+        corpus = corpus_of(tmp_path, model, kind)
+        config = TrainConfig(max_steps=steps, rows=4, anchors=8, **(QUICK | {"average": 0.9}))
+        return Trainer(build(model, corpus, kind), corpus, config, tmp_path / folder)
+
+    first = trainer(6, "a")
+    first.train()
+    second = trainer(12, "a")
+    assert second.resume() and second.state.step == 6
+    for (name, p), (_, q) in zip(
+        first.drafter.model.named_parameters(), second.drafter.model.named_parameters(), strict=True
+    ):
+        assert torch.equal(p, q), name
+    for name, value in first.average.values.items():
+        assert torch.equal(value, second.average.values[name])
+    states = [o.state_dict()["state"] for t in (first, second) for o in t.optimizers]
+    assert states[0].keys() == states[1].keys()
+    assert torch.equal(states[0][0]["exp_avg"], states[1][0]["exp_avg"])
+    second.train()
+    assert second.state.step == 12
+    assert not trainer(12, "b").resume()
+
+
+def test_objective_matches_dense_loss(tmp_path):
+    """The chunked loss and its gradient equal a dense computation by autograd."""
+    model = tiny.target()
+    tiny.write_greedy_corpus(tmp_path, model, 4)
+    kind = Shape(block_size=3, layers=1, taps=(0, 2), vocabulary=30, window=2)
+    corpus = corpus_of(tmp_path, model, kind)
+    drafter: DFlashDrafter = build(model, corpus, kind)
+    items = [s[i] for s, i in corpus.train]
+    rng = np.random.default_rng(0)
+    batch = collate(items, [draw_anchors(i, 10, rng) for i in items], 3)
+    objective = BlockObjective(drafter, LossConfig(gamma=2.0, hard=0.3))
+    loss, info = objective(batch)
+    loss.backward()
+    got = drafter.model.fc.weight.grad.clone()
+    drafter.model.zero_grad()
+    states = objective.slots(batch)
+    logq = (states @ drafter.head.T).log_softmax(-1)
+    columns = objective.columns[batch.target_ids]
+    known = columns >= 0
+    soft = batch.target_probs * known * 0.7
+    soft[..., 0] += 0.3 * (known[..., 0] & batch.present)
+    picked = logq.gather(-1, columns.clamp(min=0))
+    weights = torch.exp(-torch.arange(3) / 2.0) * batch.present
+    dense = -((soft * picked).sum(-1) * weights).sum() / batch.anchors.numel()
+    dense.backward()
+    torch.testing.assert_close(loss, dense, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, drafter.model.fc.weight.grad, atol=1e-5, rtol=1e-4)
+    assert info["hits"].shape == (3,)
