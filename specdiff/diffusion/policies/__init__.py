@@ -22,6 +22,7 @@ from specdiff.diffusion.policies.confidence import (
     SubBlock,
     Threshold,
 )
+from specdiff.diffusion.policies.d3pm import UniformAncestral
 from specdiff.diffusion.policies.uniform import EntropyBound
 from specdiff.errors import InvalidInputError
 
@@ -46,6 +47,7 @@ POLICIES: dict[str, type[Policy]] = {
         MaskPredict,
         ReMDM,
         EntropyBound,
+        UniformAncestral,
         AdaptiveParallel,
     )
 }
