@@ -28,7 +28,6 @@ from specdiff.drafters.base import DraftRequest
 from specdiff.drafters.config import DFlashConfig
 from specdiff.drafters.heads import CorrectionHead, MarkovHead, TokenInjection, tokens_before_slots
 from specdiff.drafters.layers import DraftLayer, RMSNorm, rms_norm, rotary
-from specdiff.drafters.linear import DraftLinear, packable, packed
 from specdiff.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -43,14 +42,14 @@ class DFlashModel(nn.Module):
         super().__init__()
         self.config = config
         width, taps = config.hidden_size, len(config.target_layer_ids)
-        self.fc = DraftLinear(taps * width, width)
+        self.fc = nn.Linear(taps * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.options = nn.ModuleDict()
         if config.direct:
-            self.options["state"] = DraftLinear(taps * width, width)
-            self.options["token"] = DraftLinear(width, width)
+            self.options["state"] = nn.Linear(taps * width, width, bias=False)
+            self.options["token"] = nn.Linear(width, width, bias=False)
             self.options["slot"] = nn.Embedding(config.block_size, width)
             self.options["gain"] = nn.Embedding(config.block_size, width)
             nn.init.normal_(self.option("slot").weight, std=0.02)
@@ -215,12 +214,10 @@ class DFlashDrafter(nn.Module):
     def bind_weights(self, embedding: Tensor, head: Tensor) -> None:
         """Bind to raw weights ``[V, H]``; the pruned head rows are copied, the rest is shared."""
         self._embedding = embedding
-        self._packed_head = None
         self._head = head[: self.config.vocab_size] if self.draft_ids is None else head[self.draft_ids.to(head.device)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> DFlashDrafter:
         super()._apply(fn, recurse)
-        self._packed_head = None
         if self._head is not None and self.draft_ids is not None:
             self._head = fn(self._head)
         return self
@@ -276,15 +273,8 @@ class DFlashDrafter(nn.Module):
         return self.embed(tokens_before_slots(tokens, self.config.correction_window))
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Draft logits ``[..., Vd]`` (float32) of normed states ``[..., H]``.
-
-        In eval mode on the CPU through a packed copy of the head (made once), else as it is.
-        """
-        normed = normed.to(self.head.dtype)
-        if self.training or torch.is_grad_enabled() or not packable(self.head):
-            return self.model.shape_logits(F.linear(normed, self.head).float())
-        head = self._packed_head = self._packed_head or packed(self.head)
-        return self.model.shape_logits(head(normed))
+        """Draft logits ``[..., Vd]`` (float32) of normed states ``[..., H]``."""
+        return self.model.shape_logits(F.linear(normed.to(self.head.dtype), self.head).float())
 
     def runtime(self) -> DraftRuntime:
         """What decoding runs: the layers and the head, packed for few rows; made again when a weight has changed."""

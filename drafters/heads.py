@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdiff.drafters.layers import RMSNorm, rms_norm
-from specdiff.drafters.linear import DraftLinear
 
 
 class CorrectionHead(nn.Module):
@@ -31,9 +30,9 @@ class CorrectionHead(nn.Module):
         super().__init__()
         self.window, self.eps = window, eps
         self.norm = RMSNorm(hidden, eps)
-        self.state_proj = DraftLinear(hidden, 2 * width)
-        self.token_proj = DraftLinear(window * hidden, 2 * width)
-        self.out_proj = DraftLinear(width, hidden)
+        self.state_proj = nn.Linear(hidden, 2 * width, bias=False)
+        self.token_proj = nn.Linear(window * hidden, 2 * width, bias=False)
+        self.out_proj = nn.Linear(width, hidden, bias=False)
         nn.init.zeros_(self.out_proj.weight)
 
     def prepare(self, x: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class TokenInjection(nn.Module):
     def __init__(self, hidden: int, window: int, eps: float, scale: float) -> None:
         super().__init__()
         self.eps, self.scale = eps, scale
-        self.token_proj = DraftLinear(window * hidden, hidden)
+        self.token_proj = nn.Linear(window * hidden, hidden, bias=False)
         nn.init.zeros_(self.token_proj.weight)
 
     def forward(self, x: Tensor, previous: Tensor) -> Tensor:
@@ -84,8 +83,8 @@ class MarkovHead(nn.Module):
     def __init__(self, hidden: int, rank: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.down = DraftLinear(hidden, rank)
-        self.up = DraftLinear(rank, hidden)
+        self.down = nn.Linear(hidden, rank, bias=False)
+        self.up = nn.Linear(rank, hidden, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, previous: Tensor) -> Tensor:

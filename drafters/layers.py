@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdiff.drafters.config import DFlashConfig
-from specdiff.drafters.linear import DraftLinear
 
 
 class RMSNorm(nn.Module):
@@ -91,10 +90,10 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.config = config
         heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = DraftLinear(config.hidden_size, heads * width)
-        self.k_proj = DraftLinear(config.hidden_size, groups * width)
-        self.v_proj = DraftLinear(config.hidden_size, groups * width)
-        self.o_proj = DraftLinear(heads * width, config.hidden_size)
+        self.q_proj = nn.Linear(config.hidden_size, heads * width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, groups * width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, groups * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
         if config.qk_norm:
             self.q_norm = RMSNorm(width, config.rms_norm_eps)
             self.k_norm = RMSNorm(width, config.rms_norm_eps)
@@ -122,9 +121,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.gate_proj = DraftLinear(config.hidden_size, config.intermediate_size)
-        self.up_proj = DraftLinear(config.hidden_size, config.intermediate_size)
-        self.down_proj = DraftLinear(config.intermediate_size, config.hidden_size)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., H]`` to the same shape."""

@@ -168,7 +168,7 @@ def test_blocks_see_nothing_they_should_not(variant):
 
 
 def test_run_from_nothing(tmp_path):
-    """Corpus, features, training, evaluation, card: a tiny target that repeats a few patterns is learned in seconds, and
+    """Corpus, features, training, evaluation, card: a tiny target with few patterns is learned in seconds, and
     what training measured is what serving accepts."""
     from specdiff.cli.train import serve
     from specdiff.drafters.train.pipeline import Plan, run
