@@ -1,0 +1,76 @@
+"""A drafter's layers with their matrices packed for the CPU kernels that few rows need (``specdiff.fast.linear``).
+
+Decoding runs the same code as training and evaluation; only the linear layers are exchanged, in a copy of the module tree
+that shares every other parameter. ``specdiff.fast.linear`` imports torch only, so no floor is crossed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from specdiff.fast.linear import PackedLinear, pack
+
+if TYPE_CHECKING:
+    from specdiff.drafters.dflash import DFlashModel
+
+
+class PackedModule(nn.Module):
+    """Stands in for an ``nn.Linear`` and computes the same. Holds no parameters."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed: PackedLinear = pack(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        return self.packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class DraftRuntime:
+    """What decoding runs: the drafter's layers and its head, packed where that helps.
+
+    Attributes:
+        model: the draft layers; ``model`` itself when it is not float32 on the CPU.
+        stamp: identifies the weights that were packed.
+
+    Args:
+        model: the trainable part; only read.
+        head: ``[Vd, H]`` rows of the draft vocabulary.
+    """
+
+    def __init__(self, model: DFlashModel, head: Tensor) -> None:
+        self.stamp = stamp(model, head)
+        self.dtype = head.dtype
+        self.model = model
+        if all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()):
+            self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+            _exchange(self.model)
+        self.head: PackedLinear = pack(head)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Draft logits ``[..., Vd]`` (float32) of normed states ``[..., H]``."""
+        flat = self.head(normed.to(self.dtype).reshape(-1, normed.shape[-1])).float()
+        return self.model.shape_logits(flat.view(*normed.shape[:-1], -1))
+
+
+def _exchange(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, PackedModule(child))
+        else:
+            _exchange(child)
+
+
+def stamp(model: DFlashModel, head: Tensor) -> tuple[tuple[int, int], ...]:
+    """Changes whenever a weight is written, replaced or moved."""
+
+    def tensors() -> Iterator[Tensor]:
+        yield from model.parameters()
+        yield head
+
+    return tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors())
