@@ -1,6 +1,6 @@
 """A drafter's layers with their matrices packed for the CPU kernels that few rows need (``specdiff.fast.linear``).
 
-Decoding runs the same code as training and evaluation; only the linear layers are exchanged, in a copy of the module tree
+Decoding runs the code of training and evaluation; only the linear layers are exchanged, in a copy of the module tree
 that shares every other parameter. ``specdiff.fast.linear`` imports torch only, so no floor is crossed.
 """
 
