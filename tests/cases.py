@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -23,6 +24,17 @@ BLOCKS = (2, 4, 8, 16)
 KINDS = ("Drand", "Dself", "Dmix")
 PROMPT = torch.tensor([[5, 17, 42, 8]])
 NEAR_TIE = 1e-4
+
+
+def both_paths(first: str) -> Any:
+    """An autouse fixture: every test takes the path ``first`` ("auto" or "off"), in slow runs the other one, too."""
+    other = "off" if first == "auto" else "auto"
+
+    @pytest.fixture(autouse=True, params=[first, pytest.param(other, marks=pytest.mark.slow)])
+    def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(SpecDiff.__init__.__kwdefaults__, "fast", request.param)
+
+    return path
 
 
 def build(

@@ -16,6 +16,7 @@ from cases import (
     KINDS,
     PROMPT,
     TableDrafter,
+    both_paths,
     build,
     characters,
     chi_square,
@@ -36,6 +37,8 @@ from transformers import LlamaForCausalLM, LogitsProcessorList, TextIteratorStre
 from specdiff import SpecDiff
 from specdiff.errors import BusyError, NumericalError
 from specdiff.streaming import astream, stream
+
+path = both_paths("auto")
 
 IDS, MASK = left_padded([random_prompt(4, seed=1), random_prompt(9, seed=2)])
 LENGTH = 24
@@ -62,7 +65,7 @@ def broken(model: LlamaForCausalLM, change: Callable[[Tensor], None], at: int = 
         handle.remove()
 
 
-# The prefill's head computes the last position of each row: two columns here, row 1's is the last. A round has 5 columns.
+# The prefill's head gives the last position of each row: two columns here, row 1's is the last. A round has 5 columns.
 
 
 def nan_row(logits: Tensor) -> None:

@@ -21,6 +21,7 @@ from cases import (
     Recorder,
     TableDrafter,
     Watched,
+    both_paths,
     build,
     drafter,
     flash,
@@ -37,6 +38,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from specdiff import SpecDiff
 from specdiff.errors import UnsupportedError
 from specdiff.testing import ReplayDrafter
+
+path = both_paths("auto")
 
 LENGTH = 40
 

@@ -12,6 +12,7 @@ from cases import (
     KINDS,
     PROMPT,
     TableDrafter,
+    both_paths,
     build,
     chi_square,
     drafter,
@@ -30,6 +31,8 @@ from transformers.generation import logits_process as stock
 
 from specdiff import SpecDiff
 from specdiff.errors import UnsupportedError
+
+path = both_paths("off")
 
 LENGTH = 24
 IDS, MASK = left_padded([[31, *random_prompt(4, seed=1)], random_prompt(9, seed=2)])

@@ -9,6 +9,7 @@ from cases import (
     KINDS,
     PROMPT,
     Recorder,
+    both_paths,
     characters,
     drafter,
     first_occurrences,
@@ -21,6 +22,8 @@ from cases import (
 )
 
 from specdiff import SpecDiff
+
+path = both_paths("off")
 
 LENGTH = 38
 
