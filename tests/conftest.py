@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -12,6 +13,18 @@ TESTS = Path(__file__).parent
 
 STRICT = bool(os.environ.get("SPECDIFF_STRICT_SKIPS"))
 _unlisted: list[str] = []
+
+SLOW_SECONDS = float(os.environ.get("SPECDIFF_SLOW_SECONDS", "inf"))
+"""Slow tests that would start later than this are left out, and counted as such: CI has an end."""
+_began = time.monotonic()
+_late: list[str] = []
+OUT_OF_TIME = "no time left for slow tests"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and time.monotonic() - _began > SLOW_SECONDS:
+        _late.append(item.nodeid)
+        pytest.skip(OUT_OF_TIME)
 
 
 def allowed_skips() -> list[str]:
@@ -31,11 +44,17 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def _note_skip(nodeid: str, reason: str) -> None:
+    if OUT_OF_TIME in reason:
+        return
     if not any(fnmatchcase(nodeid, pattern) for pattern in allowed_skips()):
         _unlisted.append(f"{nodeid}: {reason}")
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
+    if _late:
+        terminalreporter.section(f"{OUT_OF_TIME} after {SLOW_SECONDS:.0f} s: {len(_late)} left out")
+        for nodeid in _late:
+            terminalreporter.line(nodeid)
     if STRICT and _unlisted:
         terminalreporter.section("skipped, but not in tests/allowed_skips.txt")
         for line in _unlisted:
