@@ -1,6 +1,6 @@
 """A standalone block-diffusion language model as drafter: any model that native mode runs, with a cache of its own.
 
-How the tokens come about decides what may be said of their law (DESIGN 4.1). The modes:
+How the tokens come about decides what may be said of their law (docs/losslessness.md). The modes:
 
 ``single``
     one pass, all tokens drawn from its marginals: ``Sampled``.

@@ -1,7 +1,6 @@
-"""Dual-mode models: a frozen autoregressive model plus low-rank weights that act on noisy rows alone (SYSTEMS 3).
+"""Dual-mode models: a frozen autoregressive model plus low-rank weights that act on noisy rows alone.
 
-Clean rows go through the base weights only, so autoregressive mode is bit-exact and both modes share weights and
-keys and values.
+Clean rows go through the base weights only: autoregressive mode is bit-exact, both share weights and keys and values.
 Nothing of the base is altered: the adapted model is a tree of new modules that share the base's parameters, no hooks.
 
 Training fills :class:`DualAdapter` (``parameters()`` are the low-rank factors and the mask's embedding row);

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdiff.diffusion.caches import BlockCache, make_cache
-from specdiff.diffusion.canvas import Canvas
+from specdiff.diffusion.caches import BlockCache
 from specdiff.diffusion.checkpoints import denoiser_for, load, spec_for
-from specdiff.diffusion.denoiser import Adapter, Denoiser, DenoiserLike
-from specdiff.diffusion.draws import Draws, TorchDraws
+from specdiff.diffusion.denoiser import Adapter, DenoiserLike
+from specdiff.diffusion.draws import Draws
 from specdiff.diffusion.elbo import ElboScore, monte_carlo_elbo
-from specdiff.diffusion.guidance import GuidedDenoiser
-from specdiff.diffusion.loop import Decoder, Finished, LogitsHook, Settings, TokensHook
-from specdiff.diffusion.output import DiffusionOutput, DiffusionStats
-from specdiff.diffusion.policies import Policy, make_policy
-from specdiff.diffusion.request import Span, compact, generation_canvas, infill_canvas, make_noise, per_row
-from specdiff.diffusion.sampling import Sampling
+from specdiff.diffusion.infill import Infilling
+from specdiff.diffusion.loop import Decoder, LogitsHook, TokensHook
+from specdiff.diffusion.output import DiffusionOutput, collect
+from specdiff.diffusion.policies import Policy
+from specdiff.diffusion.request import Span, compact, generation_canvas, make_noise, per_row
+from specdiff.diffusion.settings import choose, notes_of
 from specdiff.diffusion.spec import DLMSpec
 from specdiff.diffusion.state import RowState
 from specdiff.diffusion.stop import Ending
@@ -31,7 +30,7 @@ from specdiff.errors import InvalidInputError, UnsupportedError
 log = logging.getLogger(__name__)
 
 
-class DiffusionLM:
+class DiffusionLM(Infilling):
     """A diffusion language model with every published decoder.
 
     Args:
@@ -94,11 +93,6 @@ class DiffusionLM:
 
         adapter, spec = DualAdapter.load(base, folder)
         return cls(adapter.model, spec, tokenizer=tokenizer, adapter=adapter, **changes)
-
-    @property
-    def device(self) -> torch.device:
-        """Where tokens are expected."""
-        return self.denoiser.device
 
     @property
     def ar(self) -> Any:
@@ -200,8 +194,19 @@ class DiffusionLM:
         rows = len(prompt)
         words = self._words(spec, force_words_ids, rows, new)
         canvas, first, limit = generation_canvas(spec, prompt, lengths, new, per_row(fixed, rows))
-        settings, denoiser = self._settings(
-            denoiser, policy, options, cache, ar, cfg_scale, draws, generator, temperature, top_k, top_p, do_sample
+        settings, denoiser = choose(
+            denoiser,
+            policy=policy,
+            options=options,
+            cache=cache,
+            ar=ar,
+            cfg_scale=cfg_scale,
+            draws=draws,
+            generator=generator,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            do_sample=do_sample,
         )
         settings.window = context_window
         settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
@@ -234,163 +239,15 @@ class DiffusionLM:
                 streamer.end()
         seconds = time.perf_counter() - begin
         pad = spec.pad if pad_token_id is None else pad_token_id
-        out = _collect(input_ids, finished, pad)
+        out = collect(input_ids, finished, pad)
         if not return_dict_in_generate:
             assert out.sequences is not None
             return out.sequences
         assert out.stats is not None
         out.stats.seconds = seconds
-        out.stats.notes = _notes(settings)
+        out.stats.notes = notes_of(settings)
         out.trajectory = None if trajectory is None else tuple(trajectory.passes)
         return out
-
-    @torch.no_grad()
-    def infill(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        stretch: bool = False,
-        policy: str | Policy | None = None,
-        cache: str | BlockCache | None = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        do_sample: bool | None = None,
-        cfg_scale: float = 0.0,
-        seed: int | Sequence[int] | None = None,
-        generator: torch.Generator | None = None,
-        logits_hook: LogitsHook | None = None,
-        tokens_hook: TokensHook | None = None,
-        streamer: Any = None,
-        return_dict_in_generate: bool = False,
-        **options: Any,
-    ) -> Tensor | DiffusionOutput:
-        """Write the positions of ``mask`` anew, seeing what stands on both sides.
-
-        Models with causal blocks see a suffix only inside the open block. The span and everything after it must fit
-        into one
-        block, or ``stretch=True`` opens one canvas from the span's block to the end (larger than the model was
-        trained on).
-
-        Args:
-            ids: ``Long[B, N]``.
-            mask: ``Bool[B, N]`` positions to write; all others stay bit-equal.
-            attention_mask: ``[B, N]``, 1 where real.
-            stretch: allow a larger canvas.
-            **options: as in :meth:`generate`.
-
-        Returns:
-            ``Long[B, N]``, or a ``DiffusionOutput`` whose ``sequences`` are that.
-        """
-        if mask.shape != ids.shape:
-            raise InvalidInputError(f"mask {tuple(mask.shape)} must have the shape of ids {tuple(ids.shape)}")
-        mask = mask.to(torch.bool)
-        if attention_mask is not None:
-            mask = mask & attention_mask.to(torch.bool)
-        spec = self.spec
-        flat, lengths, column = compact(ids, attention_mask)
-        flat_mask = mask.gather(1, column)
-        canvas, first, limit = infill_canvas(spec, flat, lengths, flat_mask)
-        stretched = self._stretched(canvas, first, stretch)
-        settings, denoiser = self._settings(
-            self.denoiser,
-            policy,
-            options,
-            cache,
-            None,
-            cfg_scale,
-            "counter",
-            None,
-            temperature,
-            top_k,
-            top_p,
-            do_sample,
-        )
-        settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
-        if streamer is not None:
-            if len(ids) != 1:
-                raise InvalidInputError(f"a streamer takes one row, not {len(ids)}")
-            settings.stream = Stream(streamer, settings.policy.sticky)
-        state = RowState.build(canvas, make_noise(len(ids), seed, generator, ids.device), spec, first, limit, stretched)
-        begin = time.perf_counter()
-        try:
-            finished = Decoder(denoiser, state, settings).run()
-        finally:
-            if streamer is not None:
-                streamer.end()
-        out = ids.clone()
-        confidence = torch.zeros(ids.shape)
-        for row in range(len(ids)):
-            end, i = finished.row(row)
-            n = int(lengths[row])
-            where = column[row, :n]
-            out[row, where] = torch.where(flat_mask[row, :n], end.canvas.ids[i, :n], flat[row, :n])
-            confidence[row, where.cpu()] = end.canvas.confidence[i, :n].float().cpu()
-        if not return_dict_in_generate:
-            return out
-        stats = _stats(finished, [int(x) for x in flat_mask.sum(-1).tolist()])
-        stats.seconds = time.perf_counter() - begin
-        stats.notes = _notes(settings)
-        return DiffusionOutput(sequences=out, confidence=confidence, stats=stats)
-
-    def refine(
-        self, ids: Tensor, spans: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]], **kwargs: Any
-    ) -> Any:
-        """Write token spans ``[begin, end)`` of a text (e.g. from an AR model) anew; everything else stays bit-equal.
-
-        Args:
-            ids: ``Long[B, N]``.
-            spans: pairs for all rows, or one list of pairs per row.
-            **kwargs: as in :meth:`infill`.
-        """
-        mask = torch.zeros_like(ids, dtype=torch.bool)
-        flat = all(len(pair) == 2 and all(isinstance(edge, int) for edge in pair) for pair in spans)
-        rows: list[Any] = [spans] * len(ids) if flat else list(spans)
-        if len(rows) != len(ids):
-            raise InvalidInputError(f"spans has {len(rows)} entries for {len(ids)} rows")
-        for row, pairs in enumerate(rows):
-            for begin, end in pairs:
-                if not 0 <= begin < end <= ids.shape[1]:
-                    raise InvalidInputError(f"span ({begin}, {end}) lies outside the {ids.shape[1]} tokens")
-                mask[row, begin:end] = True
-        return self.infill(ids, mask, **kwargs)
-
-    def edit(self, text: str, spans: Sequence[tuple[int, int] | tuple[int, int, int]], **kwargs: Any) -> str:
-        """Replace character spans of ``text``.
-
-        Args:
-            text: the text.
-            spans: ``(begin, end)`` in characters, or ``(begin, end, n)`` to write ``n`` tokens there instead of as
-                many as stood.
-            **kwargs: as in :meth:`infill`.
-
-        Returns:
-            the new text; what lies outside the tokens that touch a span is unchanged.
-        """
-        if self.tokenizer is None:
-            raise InvalidInputError("edit needs a tokenizer: DiffusionLM(model, ..., tokenizer=tok)")
-        ids: list[int] = []
-        mask: list[bool] = []
-        at = 0
-        for span in sorted(spans):
-            begin, end = span[0], span[1]
-            if not at <= begin <= end <= len(text):
-                raise InvalidInputError(f"span ({begin}, {end}) overlaps another or lies outside the text")
-            before = self.tokenizer.encode(text[at:begin], add_special_tokens=not ids)
-            old = self.tokenizer.encode(text[begin:end], add_special_tokens=False)
-            count = span[2] if len(span) == 3 else len(old)
-            filler = self.spec.mask_id if self.spec.mask_id is not None else self.spec.pad
-            ids += before + [filler] * count
-            mask += [False] * len(before) + [True] * count
-            at = end
-        tail = self.tokenizer.encode(text[at:], add_special_tokens=False) if at < len(text) else []
-        ids, mask = ids + tail, mask + [False] * len(tail)
-        tokens = torch.tensor([ids], device=self.device)
-        out = self.infill(tokens, torch.tensor([mask], device=self.device), **kwargs)
-        assert isinstance(out, Tensor)
-        return str(self.tokenizer.decode(out[0], skip_special_tokens=True))
 
     @torch.no_grad()
     def score(
@@ -442,61 +299,6 @@ class DiffusionLM:
         if spec.max_length is not None and longest > spec.max_length:
             log.warning("%s was made for %d tokens; %d were asked for", spec.name, spec.max_length, longest)
 
-    def _settings(
-        self,
-        denoiser: DenoiserLike,
-        policy: str | Policy | None,
-        options: Mapping[str, Any],
-        cache: str | BlockCache | None,
-        ar: Any,
-        cfg_scale: float,
-        draws: str | Draws,
-        generator: torch.Generator | None,
-        temperature: float,
-        top_k: int | None,
-        top_p: float | None,
-        do_sample: bool | None,
-    ) -> tuple[Settings, DenoiserLike]:
-        spec = denoiser.spec
-        given = dict(options)
-        if policy is None or policy == spec.policy:
-            given = {**spec.options, **given}
-        chosen = make_policy(policy or spec.policy, given)
-        if chosen.corruption != spec.corruption:
-            raise UnsupportedError(
-                f"policy {chosen.name!r} is for {chosen.corruption} noise; {spec.name} has {spec.corruption}"
-            )
-        if chosen.name == "sub_block" and spec.sub_block is None:
-            raise InvalidInputError(f"policy 'sub_block' needs a sub_block size in the spec of {spec.name}")
-        plan = make_cache(spec.cache if cache is None else cache, spec)
-        if plan.stores and not denoiser.supports_cache:
-            if cache is not None:
-                raise UnsupportedError(f"{spec.name}: {type(self.model).__name__} takes no key/value cache")
-            plan = BlockCache()
-        if not chosen.sticky and plan.limits_wants:
-            raise UnsupportedError(f"cache {plan.name!r} hides committed tokens from policy {chosen.name!r}")
-        if chosen.needs_ar and ar is None:
-            raise InvalidInputError(f"policy {chosen.name!r} needs ar=, an autoregressive model of the same vocabulary")
-        helper = None
-        if ar is not None:
-            helper = ar if not isinstance(ar, nn.Module) else Denoiser(ar, _AR)
-            if helper.vocab_size != denoiser.vocab_size:
-                raise InvalidInputError(
-                    f"ar has {helper.vocab_size} tokens, the diffusion model {denoiser.vocab_size}: they must be the "
-                    f"same"
-                )
-        heat = 0.0 if do_sample is False else 1.0 if do_sample and temperature == 0 else temperature
-        sampling = Sampling(heat, top_k, top_p, spec.convention)
-        source = TorchDraws(generator) if draws == "torch" else None if draws == "counter" else draws
-        if isinstance(source, str):
-            raise InvalidInputError(f"draws must be 'counter', 'torch' or an object, not {source!r}")
-        if not cfg_scale >= 0:
-            raise InvalidInputError(f"cfg_scale must be >= 0, not {cfg_scale}")
-        if cfg_scale:
-            denoiser = GuidedDenoiser(denoiser, cfg_scale)
-        settings = Settings(policy=chosen, sampling=sampling, cache=plan, ending=Ending(), draws=source, ar=helper)
-        return settings, denoiser
-
     def _words(self, spec: DLMSpec, words: Sequence[Sequence[int]] | None, rows: int, new: int) -> list[list[Tensor]]:
         if not words:
             return [[] for _ in range(rows)]
@@ -511,29 +313,6 @@ class DiffusionLM:
             raise InvalidInputError(f"forced phrases of {total} tokens do not fit into {new} new tokens")
         phrases = [torch.tensor(list(p), device=self.device) for p in words]
         return [list(phrases) for _ in range(rows)]
-
-    def _stretched(self, canvas: Canvas, first: Tensor, allow: bool) -> Tensor:
-        """Rows whose canvas must be stretched to see their suffix."""
-        spec = self.spec
-        if spec.attention == "full":
-            return torch.zeros_like(canvas.done)
-        if spec.attention == "causal":
-            raise UnsupportedError(f"{spec.name}: causal attention cannot see a suffix, so it cannot infill")
-        size = spec.block_size or 1
-        begin = first if spec.alignment == "prompt" else first // size * size
-        too_long = canvas.noisy.any(-1) & (canvas.length - begin > size)
-        if bool(too_long.any()) and not allow:
-            row = int(too_long.nonzero()[0])
-            raise UnsupportedError(
-                f"{spec.name}: row {row} has text after the span that a block of {size} does not reach; put span and "
-                f"suffix "
-                f"into one block, or pass stretch=True to open one canvas of {int(canvas.length[row] - begin[row])} "
-                f"tokens"
-            )
-        return too_long
-
-
-_AR = DLMSpec(name="ar", mask_id=0, shift=1, attention="causal", block_size=1)
 
 
 def _new_tokens(max_new_tokens: int | None, max_length: int | None, prompt: int) -> int:
@@ -550,49 +329,3 @@ def _ids(value: int | Sequence[int]) -> tuple[int, ...]:
 
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-def _notes(settings: Settings) -> list[str]:
-    notes = []
-    if not settings.cache.exact:
-        notes.append(f"cache '{settings.cache.name}' is approximate")
-    if settings.window is not None:
-        notes.append(f"context window of {settings.window} tokens is approximate")
-    if settings.policy.needs_ar:
-        notes.append(f"policy '{settings.policy.name}' keeps neither model's law")
-    return notes
-
-
-def _stats(finished: Finished, counts: list[int]) -> DiffusionStats:
-    order = sorted(finished.place)
-    ends = [finished.row(r) for r in order]
-    nfe = [int(state.passes[i]) for state, i in ends]
-    return DiffusionStats(
-        nfe=nfe,
-        passes=finished.passes,
-        new_tokens=counts,
-        tokens_per_pass=[c / n if n else None for c, n in zip(counts, nfe, strict=True)],
-        blocks=[int(state.block[i]) + 1 for state, i in ends],
-        finish_reason=[finished.reason[r] for r in order],
-    )
-
-
-def _collect(input_ids: Tensor, finished: Finished, pad: int) -> DiffusionOutput:
-    """Sequences and counts of all rows."""
-    texts, sure = [], []
-    for row in range(len(input_ids)):
-        end, i = finished.row(row)
-        first, stop = int(end.first[i]), finished.stop[row]
-        texts.append(end.canvas.ids[i, first:stop])
-        sure.append(end.canvas.confidence[i, first:stop].float())
-    width = max((len(t) for t in texts), default=0)
-    new = input_ids.new_full((len(texts), width), pad)
-    confidence = torch.zeros(len(texts), width)
-    for row, text in enumerate(texts):
-        new[row, : len(text)] = text
-        confidence[row, : len(text)] = sure[row].cpu()
-    return DiffusionOutput(
-        sequences=torch.cat([input_ids, new], dim=1),
-        confidence=confidence,
-        stats=_stats(finished, [len(t) for t in texts]),
-    )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
+
+from specdiff.diffusion.loop import Finished
 
 
 @dataclass
@@ -48,3 +51,39 @@ class DiffusionOutput(ModelOutput):
     confidence: Tensor | None = None
     stats: DiffusionStats | None = None
     trajectory: tuple[tuple[Tensor, Tensor], ...] | None = None
+
+
+def stats_of(finished: Finished, counts: list[int]) -> DiffusionStats:
+    """Counts per row, in the caller's order; ``counts`` are the new tokens."""
+    order = sorted(finished.place)
+    ends = [finished.row(r) for r in order]
+    nfe = [int(state.passes[i]) for state, i in ends]
+    return DiffusionStats(
+        nfe=nfe,
+        passes=finished.passes,
+        new_tokens=counts,
+        tokens_per_pass=[c / n if n else None for c, n in zip(counts, nfe, strict=True)],
+        blocks=[int(state.block[i]) + 1 for state, i in ends],
+        finish_reason=[finished.reason[r] for r in order],
+    )
+
+
+def collect(input_ids: Tensor, finished: Finished, pad: int) -> DiffusionOutput:
+    """Sequences and counts of all rows: prompts as given, new tokens, ``pad`` behind a row's end."""
+    texts, sure = [], []
+    for row in range(len(input_ids)):
+        end, i = finished.row(row)
+        first, stop = int(end.first[i]), finished.stop[row]
+        texts.append(end.canvas.ids[i, first:stop])
+        sure.append(end.canvas.confidence[i, first:stop].float())
+    width = max((len(t) for t in texts), default=0)
+    new = input_ids.new_full((len(texts), width), pad)
+    confidence = torch.zeros(len(texts), width)
+    for row, text in enumerate(texts):
+        new[row, : len(text)] = text
+        confidence[row, : len(text)] = sure[row].cpu()
+    return DiffusionOutput(
+        sequences=torch.cat([input_ids, new], dim=1),
+        confidence=confidence,
+        stats=stats_of(finished, [len(t) for t in texts]),
+    )

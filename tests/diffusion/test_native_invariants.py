@@ -227,7 +227,7 @@ def test_context_window_budget_is_respected(model):
 
 
 @pytest.mark.parametrize("name,changes,options", EVERY, ids=IDS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_b55_a_row_of_a_batch_equals_its_solo_run(model, name, changes, options, temperature):
     rows = [prompt(3)[0], prompt(9, 2)[0], prompt(6, 3)[0]]
     ids, mask = left_padded(rows)

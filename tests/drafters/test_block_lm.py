@@ -72,8 +72,14 @@ def drafter(kind, seed=1, block_size=3, vocab=VOCAB, mask=None, **options):
     return BlockLMDrafter(lm, block_size, **options)
 
 
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+def label(options):
+    return "-".join(map(str, options.values()))
+
+
+GREEDY = [("context", o) for o in MODES] + [(k, MODES[i]) for k in SPECS if k != "context" for i in (0, 2, 8)]
+
+
+@pytest.mark.parametrize("kind,options", GREEDY, ids=lambda v: v if isinstance(v, str) else label(v))
 def test_greedy_equals_plain_decoding(kind, options):
     ids = torch.tensor([[0, 0, 5, 3], [2, 8, 4, 7]])
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -109,9 +115,16 @@ def chi_square(samples, law):
     return float(chi), int(big.sum())
 
 
-@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("rule", ["block", "token"])
-def test_sampling_keeps_the_targets_law_over_several_rounds(options, rule):
+QUICK = (("block", 0), ("block", 2), ("block", 3), ("block", 5), ("block", 7), ("token", 3))
+LAWS = [
+    pytest.param(rule, options, id=f"{rule}-{label(options)}", marks=() if (rule, i) in QUICK else pytest.mark.slow)
+    for rule in ("block", "token")
+    for i, options in enumerate(MODES)
+]
+
+
+@pytest.mark.parametrize("rule,options", LAWS)
+def test_sampling_keeps_the_targets_law_over_several_rounds(rule, options):
     """Three tokens behind the prefill's own: at least one chained round; the joint against the exact law."""
     law = exact_law()
     rows = 1500

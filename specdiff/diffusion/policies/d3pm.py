@@ -1,4 +1,4 @@
-"""D3PM's reverse step (Austin et al. 2021; SEDD uses the same processes): absorbing and uniform corruption as one formula."""
+"""D3PM's reverse step (Austin et al. 2021; SEDD has the same processes): absorbing and uniform noise in one formula."""
 
 from __future__ import annotations
 
