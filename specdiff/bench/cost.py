@@ -106,7 +106,8 @@ def measure_cost(
         budget: seconds that quick passes may take beyond that, per curve.
         seed: of the random ids.
     """
-    target = wrapped.target if target is None else target
+    if target is None:
+        target, _ = wrapped.target_for(context + max(*inputs, wrapped.block_size) + 2)
     device = target.device
     block = wrapped.block_size
     wanted = sorted({1, *inputs} | ({block + 1} if block else set()))
