@@ -171,6 +171,7 @@ def run(
     if plan.resume and trainer.resume():
         logger.info("resumed at step %d", trainer.state.step)
     trainer.train()
+    everyone()
     best = DFlashDrafter.from_pretrained(plan.folder / "drafter", target)
     outcome = Outcome(best, trainer.state, None, {})
     if not main:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdiff.cli import codes
-from specdiff.cli.common import add_pair_arguments, load_model
+from specdiff.cli.common import add_target_arguments, load_model
 from specdiff.drafters.base import Drafter
 
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("model", nargs="?", metavar="TARGET", help="folder or hub id; default: the offline model")
     add_training_arguments(parser)
-    add_pair_arguments(parser)
+    add_target_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,153 @@
+"""Prompt lookup and the combined drafter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiny
+import torch
+
+from specdiff import SpecDiff
+from specdiff.drafters.base import Drafter, DraftSession
+from specdiff.drafters.combined import CombinedDrafter, merge
+from specdiff.drafters.lookup import NgramIndex, PromptLookup
+from specdiff.errors import InvalidInputError
+from specdiff.testing import RandomDrafter, ReplayDrafter
+from specdiff.verify.laws import Delta, Proposal, Sampled
+from specdiff.verify.noise import Noise
+
+
+def by_hand(text: list[int], anchor: int, smallest: int, count: int) -> tuple[int, list[int]]:
+    """Longest suffix of text + anchor that occurred earlier (latest occurrence), and what followed it, cyclically."""
+    whole = [*text, anchor]
+    best = (0, -1)
+    for end in range(1, len(whole)):
+        length = 0
+        while length < end and whole[end - 1 - length] == whole[len(whole) - 1 - length]:
+            length += 1
+        if length >= smallest and length >= best[0]:
+            best = (length, end)
+    if best[1] < 0:
+        return 0, []
+    period = len(whole) - best[1]
+    return best[0], [whole[best[1] + i % period] for i in range(count)]
+
+
+def test_index_against_brute_force():
+    rng = random.Random(0)
+    for _ in range(300):
+        text = [rng.randrange(3) for _ in range(rng.randrange(1, 14))]
+        anchor = rng.randrange(3)
+        index = NgramIndex(2, 16)  # n-grams as long as the text: the longest match is found, not only a long one
+        index.extend(text)
+        assert index.match(anchor, 5) == by_hand(text, anchor, 2, 5), (text, anchor)
+
+
+def test_short_ngrams_still_measure_long_matches():
+    index = NgramIndex(2, 3)
+    index.extend([1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6])
+    assert index.match(7, 3) == (7, [9, 1, 2])
+
+
+def test_loops_are_continued_past_the_end():
+    index = NgramIndex(2, 4)
+    index.extend([8, 1, 2, 3, 1, 2, 3, 1, 2])
+    assert index.match(3, 7) == (6, [1, 2, 3, 1, 2, 3, 1])
+    same = NgramIndex(1, 2)
+    same.extend([5])
+    assert same.match(5, 4) == (1, [5, 5, 5, 5])
+
+
+def test_truncate_equals_fresh():
+    rng = random.Random(1)
+    text = [rng.randrange(4) for _ in range(30)]
+    cut = NgramIndex(2, 4)
+    cut.extend(text)
+    cut.truncate(12)
+    fresh = NgramIndex(2, 4)
+    fresh.extend(text[:12])
+    for anchor in range(4):
+        assert cut.match(anchor, 6) == fresh.match(anchor, 6)
+
+
+def test_session_follows_rows():
+    model = tiny.target()
+    drafter = PromptLookup(block_size=3, smallest=1)
+    session = drafter.start(tiny.request(model, 3))
+    assert isinstance(drafter, Drafter) and isinstance(session, DraftSession)
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 9, 0, 0], [4, 5, 4, 6]])
+    session.commit(tokens, torch.tensor([4, 2, 4]), None)
+    noise = Noise(torch.arange(3)).round(torch.tensor([5, 3, 5]))
+    proposal = session.propose(torch.tensor([6, 3, 4]), torch.tensor([3, 3, 2]), noise)
+    assert proposal.law == Delta() and proposal.lengths.tolist() == [3, 0, 2]
+    assert proposal.tokens[0].tolist() == [7, 8, 6] and proposal.tokens[2, :2].tolist() == [6, 4]
+    session.select(torch.tensor([2, 0]))
+    session.rollback(torch.tensor([2, 4]))
+    noise = Noise(torch.arange(2)).round(torch.tensor([3, 5]))
+    again = session.propose(torch.tensor([4, 6]), torch.tensor([3, 3]), noise)
+    assert again.tokens.tolist() == [[5, 4, 5], [7, 8, 6]]
+    session.close()
+
+
+@pytest.mark.parametrize(("block", "smallest", "largest"), [(0, 1, 2), (4, 0, 2), (4, 3, 2)])
+def test_bad_settings(block, smallest, largest):
+    with pytest.raises(InvalidInputError):
+        PromptLookup(block, smallest, largest)
+
+
+def test_merge_marks_copies():
+    logits = torch.randn(2, 2, 7)
+    drafts = Proposal(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 1]), Sampled(), logits=logits)
+    both = merge(drafts, [[5, 6, 6, 5], []], torch.tensor([True, False]), torch.tensor([3, 3]))
+    assert both.tokens[0, :3].tolist() == [5, 6, 6] and both.lengths.tolist() == [3, 1]
+    assert both.delta.tolist() == [[True] * 3, [False] * 3]
+    assert torch.equal(both.logits[1, :2], logits[1]) and both.tokens[1, 0] == 3
+    greedy = Proposal(torch.tensor([[1, 2], [3, 4]]), torch.tensor([2, 1]), Delta())
+    assert merge(greedy, [[5], []], torch.tensor([True, False]), torch.tensor([3, 3])).delta is None
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_combined_is_lossless_in_the_engine(rule):
+    """Copied and sampled rows in one proposal: with rule coupled the text is plain decoding's, token by token; with the
+    others the first two tokens follow the target's law."""
+    model = tiny.target(spread=0.3, vocab=12)
+    prompt = torch.tensor([[4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5]])
+    drafter = CombinedDrafter(RandomDrafter(12, block_size=3), PromptLookup(block_size=4, smallest=1), match=2)
+    sd = SpecDiff(model, drafter, rule=rule)
+    if rule == "coupled":
+        for seed in range(8):
+            want = SpecDiff(model, None, rule=rule).generate(prompt, max_new_tokens=24, do_sample=True, seed=seed)
+            got = sd.generate(prompt, max_new_tokens=24, do_sample=True, seed=seed)
+            assert got.tolist() == want.tolist()
+        return
+    rows = 6000
+    out = sd.generate(prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, seed=1)[:, prompt.shape[1] :]
+    with torch.no_grad():
+        first = model(prompt).logits[0, -1].softmax(-1)
+        nexts = torch.stack([model(torch.cat([prompt, torch.tensor([[t]])], 1)).logits[0, -1] for t in range(12)])
+        seconds = nexts.softmax(-1)
+    joint = first[:, None] * seconds
+    seen = torch.bincount(out[:, 0] * 12 + out[:, 1], minlength=144).view(12, 12) / rows
+    error = 4.5 * (joint * (1 - joint) / rows).sqrt() + 2 / rows
+    assert bool(((seen - joint).abs() <= error).all())
+
+
+def test_combined_takes_the_better_source():
+    """Where copying pays it copies; where copies fail the drafter takes over; greedy text is untouched."""
+    model = tiny.target()
+    prompt = torch.tensor([[4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6]])
+    text = tiny.greedy(model, prompt, 40)[:, prompt.shape[1] :]
+
+    def tau(drafter) -> float:
+        out = SpecDiff(model, drafter).generate(
+            prompt, max_new_tokens=40, do_sample=False, return_dict_in_generate=True
+        )
+        assert out.sequences[:, prompt.shape[1] :].tolist() == text.tolist()
+        return out.stats.tau
+
+    perfect = ReplayDrafter(text, block_size=8)
+    lookup = PromptLookup(block_size=8, smallest=1)
+    assert tau(CombinedDrafter(perfect, lookup, match=1)) > 0.6 * tau(perfect)
+    assert tau(CombinedDrafter(ReplayDrafter(text, 8, [0]), lookup, match=1)) >= 0.8 * tau(lookup)
+    assert tau(CombinedDrafter(ReplayDrafter(text, 8, [3]), lookup, match=99)) == tau(ReplayDrafter(text, 8, [3]))
