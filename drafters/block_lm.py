@@ -56,6 +56,8 @@ class BlockLMDrafter:
         mode: see the module; default "single", or "order" if ``steps`` or ``policy`` is given.
         steps: denoising passes per block, for "order", "delta" and "redraw".
         policy: name or object of a native policy, for "order", "delta" and "redraw".
+        min_confidence: draft only up to the first token whose law's peak is below it. The length then depends on laws,
+            never on drawn values; refused in the modes "order" and "redraw", where laws depend on revealed draws.
         tokenizer: with ``target_tokenizer``: both are compared, and different vocabularies are refused.
         target_tokenizer: see ``tokenizer``.
         **options: options of the policy.
@@ -74,6 +76,7 @@ class BlockLMDrafter:
         mode: str | None = None,
         steps: int | None = None,
         policy: str | Policy | None = None,
+        min_confidence: float = 0.0,
         tokenizer: Any = None,
         target_tokenizer: Any = None,
         **options: Any,
@@ -97,6 +100,13 @@ class BlockLMDrafter:
                 f"block_size {self.block_size} is more than the model's blocks of {lm.spec.block_size}"
             )
         self.policy = self._policy(steps, policy, options)
+        if not 0 <= min_confidence <= 1:
+            raise InvalidInputError(f"min_confidence must be in [0, 1], not {min_confidence}")
+        if min_confidence and self.mode in ("order", "redraw"):
+            raise UnsupportedError(
+                f"mode {self.mode!r} cannot cut its drafts by confidence: their laws depend on revealed draws"
+            )
+        self.min_confidence = min_confidence
         if tokenizer is not None and target_tokenizer is not None:
             check_same_tokenizer(tokenizer, target_tokenizer)
 
@@ -365,6 +375,9 @@ class BlockLMSession:
         slot = torch.arange(tokens.shape[1], device=tokens.device)
         # a broken drafter row cuts the proposal before it: that costs speed only
         lengths = torch.minimum(limits, torch.where(record.bad, slot, tokens.shape[1]).amin(-1))
+        if self.drafter.min_confidence:
+            sure = torch.softmax(record.logits, -1).amax(-1) >= self.drafter.min_confidence
+            lengths = torch.minimum(lengths, sure.long().cumprod(-1).sum(-1))
         ids = None
         if self.vocab < self.request.vocab_size:
             ids = torch.arange(self.vocab, device=tokens.device)

@@ -64,6 +64,7 @@ MODES = [
     {"mode": "delta", "policy": "mask_predict", "steps": 2},
     {"mode": "redraw", "steps": 2},
     {"mode": "redraw", "policy": "threshold", "threshold": 0.3, "steps": 3},
+    {"mode": "left", "min_confidence": 0.3},
 ]
 
 
@@ -115,7 +116,7 @@ def chi_square(samples, law):
     return float(chi), int(big.sum())
 
 
-QUICK = (("block", 0), ("block", 2), ("block", 3), ("block", 5), ("block", 7), ("token", 3))
+QUICK = (("block", 0), ("block", 2), ("block", 3), ("block", 5), ("block", 7), ("block", 9), ("token", 3))
 LAWS = [
     pytest.param(rule, options, id=f"{rule}-{label(options)}", marks=() if (rule, i) in QUICK else pytest.mark.slow)
     for rule in ("block", "token")
@@ -230,6 +231,21 @@ def test_laws_by_mode_and_rule():
     assert not (p.tokens == MASK).any()
 
 
+def test_drafts_end_before_the_first_unsure_token():
+    def lengths(bound):
+        d = drafter("context", block_size=3, min_confidence=bound)
+        s = d.start(DraftRequest(2, torch.device("cpu"), torch.float32, VOCAB, rule="block", capacity=20))
+        s.commit(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 3]), None)
+        p = s.propose(torch.tensor([4, 7]), torch.tensor([3, 3]), Noise(row_seeds(1, 2)).round(torch.tensor([4, 4])))
+        return p.lengths, torch.softmax(p.logits, -1).amax(-1)
+
+    full, peaks = lengths(0.0)
+    assert full.tolist() == [3, 3]
+    for bound in (0.2, 0.4, 0.9):
+        cut, _ = lengths(bound)
+        assert cut.tolist() == (peaks >= bound).long().cumprod(-1).sum(-1).tolist()
+
+
 def test_a_smaller_and_a_larger_drafter_vocabulary():
     ids = torch.tensor([[2, 8, 4, 7]])
     for vocab, mask in ((9, 8), (20, 19), (20, 5)):
@@ -266,6 +282,8 @@ def test_refusals():
     lm = DiffusionLM(llama(1), DLMSpec(mask_id=MASK, **SPECS["context"]))
     with pytest.raises(UnsupportedError, match="redraw"):
         lm.drafter(mode="order", policy="threshold")
+    with pytest.raises(UnsupportedError, match="revealed"):
+        lm.drafter(mode="redraw", min_confidence=0.5)
     with pytest.raises(InvalidInputError, match="mode"):
         lm.drafter(mode="tree")
     with pytest.raises(InvalidInputError, match="fixes its passes"):
