@@ -34,12 +34,11 @@ class DiffusionLM(Infilling):
     """A diffusion language model with every published decoder.
 
     Args:
-        model: a loaded Hugging Face model (causal, masked or DiffusionGemma class), or an object with the denoiser's
-            methods.
-            It is put into eval mode.
+        model: a loaded Hugging Face model (causal, masked or DiffusionGemma class), put into eval mode; or an object
+            with the denoiser's methods.
         preset: name of a published model family (:data:`specdiff.diffusion.presets.PRESETS`), or a :class:`DLMSpec`.
             None reads it from the model's config.
-        tokenizer: for text in and out, stop strings and, if the spec leaves them open, special ids.
+        tokenizer: for text in and out and stop strings; a masked LM takes its mask id from it.
         adapter: weights that act on the open block alone (dual-mode models).
         **changes: attributes of the spec to change, e.g. ``mask_id=99``.
     """

@@ -104,9 +104,29 @@ def test_refusals(tmp_path):
     with pytest.raises(FormatError, match="no dual-mode adapter"):
         DualAdapter.load(base, tmp_path)
     trained(base).save(tmp_path, dual_spec(MASK, 4))
+    with pytest.raises(UnsupportedError, match="from_adapter"):
+        DiffusionLM.from_pretrained(str(tmp_path))
     with pytest.raises(FormatError, match="another base"):
         DualAdapter.load(tiny_llama(0, layers=3), tmp_path)
     with pytest.raises(InvalidInputError, match="called"):
         DualAdapter(base, MASK, targets=("zebra",))
     with pytest.raises(UnsupportedError, match="autoregressive"):
         _ = DiffusionLM(base, preset="llada", mask_id=MASK, eos_ids=(), pad_id=0).ar
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_in_dual_mode(model_pair):
+    """A real model: one token a block is its own greedy text, and it drafts for itself losslessly."""
+    model, tokenizer = model_pair
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    plain = model.generate(ids, max_new_tokens=10, do_sample=False)
+    adapter = DualAdapter(model, 17, rank=16)
+    assert sum(p.numel() for p in adapter.parameters()) * 2 < 12e6  # bytes in bfloat16
+    lm = DiffusionLM(adapter.model, dual_spec(17, 4), tokenizer=tokenizer, adapter=adapter)
+    assert torch.equal(lm.generate(ids, max_new_tokens=10, block_size=1), plain)
+    out = SpecDiff(lm.ar, lm.drafter(block_size=2), fast="off").generate(
+        ids, max_new_tokens=10, do_sample=False, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, plain)
+    assert out.stats.acceptance_by_position[0] > 0.99

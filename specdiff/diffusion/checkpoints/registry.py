@@ -162,6 +162,10 @@ def load(name_or_path: str, preset: str | DLMSpec | None, kwargs: dict[str, Any]
     hub = {k: kwargs.pop(k) for k in _HUB if k in kwargs}
     folder = _folder(name_or_path, hub)
     config_file = folder / "config.json"
+    if (folder / "dual_config.json").is_file():
+        raise UnsupportedError(
+            f"{name_or_path} is a dual-mode adapter: DiffusionLM.from_adapter(base, folder) loads it"
+        )
     if not config_file.is_file():
         raise FormatError(f"{name_or_path} has no config.json")
     values = json.loads(config_file.read_text())
