@@ -70,13 +70,16 @@ class DFlashSession:
         slots = int(limits.max())
         if slots == 0:
             return Proposal.empty(len(anchor), anchor.device)
-        states = self._states(anchor, slots)
-        if self.drafter.config.sequential:
-            tokens, logits = self._walk(states, noise)
-        else:
-            logits = self._logits(self._model.norm(states))
-            race = self._race(slots, noise)
-            tokens = self._pick(logits, race)
+        # Inference mode spares small operators their bookkeeping; processors of a sampling request never run inside it.
+        with torch.inference_mode() if self.request.greedy else torch.no_grad():
+            states = self._states(anchor, slots)
+            if self.drafter.config.sequential:
+                drawn, rows = self._walk(states, noise)
+            else:
+                logits = self._logits(self._model.norm(states))
+                drawn, rows = [self._pick(logits, self._race(slots, noise))], [logits]
+        join = torch.stack if self.drafter.config.sequential else torch.cat
+        tokens, logits = join(drawn, 1), join(rows, 1)  # made out here, these are ordinary tensors
         finite = torch.isfinite(logits.amax(-1))  # NaN and an empty row show in the maximum
         lengths = torch.minimum(limits, finite.long().cumprod(1).sum(1))
         if self.request.greedy:
@@ -100,7 +103,7 @@ class DFlashSession:
         states = self._model.run_layers(x, self._cache.read(), visible, self._cache.lengths[:, None])
         return states[:, 0, :slots]
 
-    def _walk(self, states: Tensor, noise: RoundNoise) -> tuple[Tensor, Tensor]:
+    def _walk(self, states: Tensor, noise: RoundNoise) -> tuple[list[Tensor], list[Tensor]]:
         """Left to right: each slot sees the tokens drawn before it, so its law is exactly the one reported."""
         drafter = self.drafter
         window = drafter.config.correction_window
@@ -114,7 +117,7 @@ class DFlashSession:
             tokens.append(token)
             rows.append(logits)
             recent = torch.cat([token[:, None], recent], 1)[:, :window]
-        return torch.stack(tokens, 1), torch.stack(rows, 1)
+        return tokens, rows
 
     def _logits(self, normed: Tensor) -> Tensor:
         """Logits ``[..., Vd]`` after the request's warp (not under the greedy rule, where only the argmax counts)."""

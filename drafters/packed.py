@@ -1,7 +1,7 @@
 """A drafter's layers with their matrices packed for the CPU kernels that few rows need (``specdiff.fast.linear``).
 
 Decoding runs the code of training and evaluation; only the linear layers are exchanged, in a copy of the module tree
-that shares every other parameter. ``specdiff.fast.linear`` imports torch only, so no floor is crossed.
+that shares every other parameter. ``specdiff.fast.linear`` and ``.norm`` import torch only, so no floor is crossed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdiff.drafters.layers import GatedMLP, RMSNorm
 from specdiff.fast.linear import PackedLinear, pack
+from specdiff.fast.norm import RmsNorm
 
 if TYPE_CHECKING:
     from specdiff.drafters.dflash import DFlashModel
@@ -29,6 +32,32 @@ class PackedModule(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
         return self.packed(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class PackedMLP(nn.Module):
+    """Stands in for a :class:`~specdiff.drafters.layers.GatedMLP`: gate and up are one matrix product."""
+
+    def __init__(self, mlp: GatedMLP) -> None:
+        super().__init__()
+        self.gate_up: PackedLinear = pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        self.down: PackedLinear = pack(mlp.down_proj.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., H]`` to the same shape."""
+        gate, up = self.gate_up(x.reshape(-1, x.shape[-1])).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up)).view(x.shape)
+
+
+class PackedNorm(nn.Module):
+    """Stands in for an :class:`~specdiff.drafters.layers.RMSNorm`, in fewer operators."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.run = RmsNorm(norm.weight.detach(), norm.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., width]`` to the same shape."""
+        return self.run(x)
 
 
 class DraftRuntime:
@@ -62,6 +91,10 @@ def _exchange(module: nn.Module) -> None:
     for name, child in module.named_children():
         if type(child) is nn.Linear:
             setattr(module, name, PackedModule(child))
+        elif type(child) is GatedMLP:
+            setattr(module, name, PackedMLP(child))
+        elif type(child) is RMSNorm:
+            setattr(module, name, PackedNorm(child))
         else:
             _exchange(child)
 
