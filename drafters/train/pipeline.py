@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from specdiff.drafters.base import Drafter
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.build import Shape, build, describe
@@ -140,7 +142,8 @@ def run(
     """
     from accelerate import PartialState
 
-    main, everyone = PartialState().is_main_process, PartialState().wait_for_everyone
+    processes = PartialState(cpu=not torch.cuda.is_available())
+    main, everyone = processes.is_main_process, processes.wait_for_everyone
     plan.folder.mkdir(parents=True, exist_ok=True)
     patterns = corpus_shards(plan, generate, tokenizer, tell, main)
     everyone()
