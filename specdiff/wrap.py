@@ -141,6 +141,9 @@ class SpecDiff:
             if stop_strings is None and config is not None and config.stop_strings is not None:
                 stop_strings = config.stop_strings
                 kwargs["generation_config"] = config = _without_stop_strings(config)
+            if self.ar.generation_config.stop_strings is not None:
+                stop_strings = stop_strings or self.ar.generation_config.stop_strings
+                kwargs["stop_strings"] = None  # what the model's own configuration says must not reach transformers
             neutral = ("assistant_model", "assistant_tokenizer", "synced_gpus", "custom_generate")
             kwargs = {name: value for name, value in kwargs.items() if name not in neutral}
             callee = Bound(
@@ -214,7 +217,12 @@ class SpecDiff:
         largest = self.drafter.block_size if self.drafter is not None else 0
         if block_size is None:
             return largest
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 0:
+        if (
+            isinstance(block_size, bool)
+            or not isinstance(block_size, int)
+            or isinstance(block_size, bool)
+            or block_size < 0
+        ):
             raise InvalidInputError(f"block_size counts drafted tokens and must be an int >= 0, got {block_size!r}")
         if self.drafter is None and block_size:
             raise InvalidInputError("block_size needs a drafter; without one specdiff decodes one token per pass")

@@ -283,7 +283,7 @@ def test_b39_smaller_blocks_per_call_and_none_at_all():
     for block, rounds in ((0, 20), (1, 10), (3, 5), (8, 3)):
         out = run(sd, max_new_tokens=21, block_size=block)
         assert torch.equal(out.sequences[:, PROMPT.shape[1] :], greedy_text(60)[:, :21]) and out.stats.rounds == rounds
-    for bad in (-1, 9, 2.5):
+    for bad in (-1, 9, 2.5, True):
         with pytest.raises(ValueError, match="block_size"):
             run(sd, max_new_tokens=4, block_size=bad)
 

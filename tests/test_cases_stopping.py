@@ -10,6 +10,7 @@ from cases import (
     PROMPT,
     Recorder,
     both_paths,
+    build,
     characters,
     drafter,
     first_occurrences,
@@ -178,6 +179,19 @@ def test_b03_two_stop_strings_and_every_way_to_pass_them():
         assert torch.equal(out[:, PROMPT.shape[1] :], want)
     with pytest.raises(ValueError, match="tokenizer"):
         sd.generate(PROMPT, stop_strings=pieces, **plain)
+
+
+def test_b03_stop_strings_of_the_models_own_generation_config():
+    tokenizer = characters()
+    model = build()
+    text = greedy_text(LENGTH)
+    model.generation_config.stop_strings = [tokenizer.decode(text[0, 4:6].tolist())]
+    want = reference(model, PROMPT, max_new_tokens=LENGTH, tokenizer=tokenizer)
+    assert want.shape[1] <= 6
+    sd = SpecDiff(model, drafter("Dself", text, 8), tokenizer=tokenizer)
+    out = run(sd, max_new_tokens=LENGTH)
+    assert torch.equal(out.sequences[:, PROMPT.shape[1] :], want) and out.stats.finish_reason == ["stop"]
+    assert model.generation_config.stop_strings
 
 
 def test_b03_stop_strings_in_a_batch_end_each_row():
