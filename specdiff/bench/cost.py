@@ -61,6 +61,22 @@ class CostCurve:
             return None
         return (self.target_at(size + 1) + self.drafter_at(size)) / self.target_at(1)
 
+    def round_cost(self, lengths: dict[int, int], most: int | None = None) -> float | None:
+        """Mean cost of a round relative to a target pass over one input: the tau at which drafting so breaks even.
+
+        Args:
+            lengths: how many rounds drafted each number of tokens.
+            most: longer proposals are cut to this.
+        """
+        rounds = sum(lengths.values())
+        if not rounds or not self.drafter:
+            return None
+        seconds = 0.0
+        for length, count in lengths.items():
+            size = length if most is None else min(length, most)
+            seconds += count * (self.target_at(size + 1) + self.drafter_at(max(1, size)))
+        return seconds / rounds / self.target_at(1)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, with the curves relative to a target pass over one input."""
         one = self.target_at(1)

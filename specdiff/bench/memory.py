@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ def peak_bytes(work: Callable[[], Any], device: torch.device) -> int | None:
     """Memory that ``work`` needed at its peak above what was in use before.
 
     On CUDA devices this is what torch allocated there; on Linux the process's resident memory (the kernel's high-water
-    mark, reset before). None elsewhere. Resident memory also counts pages that the allocator had kept, so small
+    mark, reset before). None elsewhere. Resident memory counts whole pages and what the allocator keeps, so small
     differences mean nothing; run the work once beforehand.
     """
     if device.type == "cuda":
@@ -26,12 +28,21 @@ def peak_bytes(work: Callable[[], Any], device: torch.device) -> int | None:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     try:
+        _give_back()
         _CLEAR.write_text("5")
         before_kib = _status("VmRSS")
         work()
         return max(0, _status("VmHWM") - before_kib) * 1024
     except (OSError, KeyError):
         return None
+
+
+def _give_back() -> None:
+    """Return pages that freed objects had used, or the work would find them and need no new ones."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
+    if trim is not None:
+        trim(0)
 
 
 def _status(field: str) -> int:

@@ -119,6 +119,7 @@ def drafting(samples: Sequence[Sample], arm: str = SPECDIFF) -> dict[str, Any]:
                 lengths[emitted - 1] = lengths.get(emitted - 1, 0) + 1
         for part, value in stats.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + value
+    passes = sum(sum(stats.row_rounds) for stats in all_stats)
     total, kept = sum(stats.proposed for stats in all_stats), sum(stats.accepted for stats in all_stats)
     rounds = sum(stats.rounds for stats in all_stats)
     return {
@@ -130,11 +131,19 @@ def drafting(samples: Sequence[Sample], arm: str = SPECDIFF) -> dict[str, Any]:
         "accepted": kept,
         "acceptance_rate": kept / total if total else None,
         "acceptance_by_position": [a / p if p else None for a, p in zip(accepted, proposed, strict=True)],
+        "kept_per_round": [a / passes for a in accepted] if passes else [],
+        "proposed_lengths": _lengths(proposed, passes),
         "accepted_lengths": {str(n): lengths.get(n, 0) for n in range(max(lengths) + 1)} if lengths else {},
         "seconds_per_round": {
             part: seconds.get(part, 0.0) / rounds if rounds else None for part in ("draft", "verify", "rest")
         },
     }
+
+
+def _lengths(proposed: Sequence[int], passes: int) -> dict[str, int]:
+    """How many rounds drafted each number of tokens, from how many drafted at least so many."""
+    at_least = [passes, *proposed, 0]
+    return {str(n): at_least[n] - at_least[n + 1] for n in range(len(proposed) + 1)} if passes else {}
 
 
 def _add(totals: list[int], counts: Sequence[int]) -> None:

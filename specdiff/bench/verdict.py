@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from specdiff.bench.cost import CostCurve
@@ -10,19 +11,29 @@ CLEAR_GAIN = 1.05
 """A first ratio above this is called a gain; between 1 and this, a draw."""
 
 
-def expected_tau(acceptance_by_position: list[float | None], block: int) -> float:
-    """tau if only ``block`` tokens were drafted: 1 plus the chance that each position is kept."""
-    return 1.0 + sum(rate or 0.0 for rate in acceptance_by_position[:block])
+NOISE = 1.1
+"""A measured ratio this far above the possible one can only be noise."""
 
 
-def by_block(cost: CostCurve, acceptance_by_position: list[float | None]) -> list[dict[str, Any]]:
-    """For each block length: expected tau, break-even tau and their quotient, the expected first ratio."""
+def expected_tau(kept_per_round: Sequence[float], block: int) -> float:
+    """tau if at most ``block`` tokens were drafted: 1 plus the chance that each position is kept in a round."""
+    return 1.0 + sum(kept_per_round[:block])
+
+
+def by_block(cost: CostCurve, kept_per_round: Sequence[float], lengths: dict[int, int]) -> list[dict[str, Any]]:
+    """For each largest block: expected tau, the tau that breaks even, and their quotient, the expected first ratio.
+
+    Args:
+        cost: the cost curve.
+        kept_per_round: share of rounds in which each position was kept.
+        lengths: how many rounds drafted each number of tokens; shorter limits cut them.
+    """
     rows = []
-    for block in range(1, min(cost.block_size, len(acceptance_by_position)) + 1):
-        needed = cost.break_even(block)
+    for block in range(1, len(kept_per_round) + 1):
+        needed = cost.round_cost(lengths, block)
         if needed is None:
             continue
-        tau = expected_tau(acceptance_by_position, block)
+        tau = expected_tau(kept_per_round, block)
         rows.append({"block_size": block, "tau": tau, "break_even_tau": needed, "expected_ratio": tau / needed})
     return rows
 
@@ -40,7 +51,8 @@ def verdict(
 
     Returns:
         ``use`` (True, False, or None for a draw or when nothing was compared), ``headline``, ``reasons`` (sentences),
-        ``break_even_tau``, ``expected_ratio`` (tau over break-even), ``efficiency`` (measured over expected ratio),
+        ``break_even_tau`` (for rounds as they were drafted),
+        ``expected_ratio`` (tau over that), ``efficiency`` (measured over expected ratio),
         ``blocks`` (expected ratio by block length).
     """
     found = mode["ratios_without_loops" if filtered else "ratios"]
@@ -49,20 +61,17 @@ def verdict(
     whole = (found.get("whole") or {}).get("median")
     drafting = mode["drafting"] or {}
     tau = mode["arms"].get("specdiff", {}).get("tau")
-    needed = cost.break_even() if cost is not None else None
+    lengths = {int(n): count for n, count in (drafting.get("proposed_lengths") or {}).items()}
+    needed = cost.round_cost(lengths) if cost is not None else None
     expected = tau / needed if tau is not None and needed else None
-    rates = drafting.get("acceptance_by_position") or []
-    blocks = by_block(cost, rates) if cost is not None else []
+    rates = drafting.get("kept_per_round") or []
+    blocks = by_block(cost, rates, lengths) if cost is not None else []
     use, headline = _headline(first)
     reasons = []
     if tau is not None and needed is not None and cost is not None:
-        reasons.append(_why(cost, tau, needed, expected))
+        reasons.append(_why(cost, lengths, tau, needed))
     if first is not None and expected is not None:
-        lost = first / expected
-        reasons.append(
-            f"Measured {first:.2f} of the {expected:.2f} that tau and the cost curve allow ({lost:.0%}); "
-            "the rest is bookkeeping between the passes, or a machine that was not quiet."
-        )
+        reasons.append(_lost(first, expected))
     if not (first is not None and first > 1) and blocks:
         best = max(blocks, key=lambda row: row["expected_ratio"])
         if best["expected_ratio"] > CLEAR_GAIN and best["block_size"] != cost.block_size:  # type: ignore[union-attr]
@@ -104,11 +113,25 @@ def _headline(first: float | None) -> tuple[bool | None, str]:
     return False, f"Do not use it here: speculation gives only {first:.2f} of plain decoding's speed."
 
 
-def _why(cost: CostCurve, tau: float, needed: float, expected: float | None) -> str:
+def _why(cost: CostCurve, lengths: dict[int, int], tau: float, needed: float) -> str:
     block, one = cost.block_size, cost.target_at(1)
-    relation = "above" if tau > needed else "below"
+    mean = sum(length * count for length, count in lengths.items()) / sum(lengths.values())
     return (
         f"A target pass over {block + 1} inputs costs {cost.target_at(block + 1) / one:.2f} of a pass over 1 "
-        f"({one * 1e3:.1f} ms), and drafting {block} tokens {cost.drafter_at(block) / one:.2f}: a round pays from tau "
-        f"{needed:.2f} on. Measured tau is {tau:.2f}, {relation} that; it allows a ratio of {expected or 0:.2f}."
+        f"({one * 1e3:.1f} ms), and drafting {block} tokens {cost.drafter_at(block) / one:.2f}. Rounds "
+        f"drafted {mean:.1f} tokens on average, so that a round pays from tau {needed:.2f} on. Measured tau is {tau:.2f}, "
+        f"{'above' if tau > needed else 'below'} that; it allows a ratio of {tau / needed:.2f}."
+    )
+
+
+def _lost(first: float, expected: float) -> str:
+    share = first / expected
+    if share > NOISE:
+        return (
+            f"Measured {first:.2f} where tau and the cost curve allow {expected:.2f}: the machine was not quiet, "
+            "measure again."
+        )
+    return (
+        f"Measured {first:.2f} of the {expected:.2f} that tau and the cost curve allow ({share:.0%}); the rest is "
+        "bookkeeping between the passes, or a machine that was not quiet."
     )

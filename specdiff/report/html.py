@@ -23,6 +23,7 @@ td + td, th + th { text-align: right; } tr.total td { font-weight: 600; border-t
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1.2em 2em; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .2em; } svg { width: 100%; height: auto; }
 svg text { font: 11px system-ui, sans-serif; fill: #2d3748; } svg .axis { fill: #4a5568; }
+svg .note { fill: #c53030; stroke: #fff; stroke-width: 3px; paint-order: stroke; }
 svg .grid { stroke: #e2e8f0; } svg .mark { stroke: #c53030; stroke-dasharray: 5 4; }
 .legend span { margin-right: 1.2em; font-size: 13px; }
 .legend i { display: inline-block; width: 11px; height: 11px; margin-right: .4em; }
@@ -121,7 +122,8 @@ def _charts(report: dict[str, Any]) -> str:
     lines = [("target, by inputs", target), *([("drafter, by drafted tokens", draft)] if draft else [])]
     charts.append(("Cost curve", curves(lines, x="inputs, or drafted tokens", y="relative to target over 1 input")))
     if tau is not None:
-        mark = [(f"break-even {cost['break_even_tau']:.2f}", cost["break_even_tau"])] if cost["break_even_tau"] else []
+        needed = report["verdict"]["break_even_tau"]
+        mark = [(f"break-even {needed:.2f}", needed)] if needed else []
         sets = tau["by_set"]
         series = [
             ("all prompts", [row["tau"] for row in sets.values()]),
@@ -145,7 +147,7 @@ def _charts(report: dict[str, Any]) -> str:
         series = [("expected ratio", [row["expected_ratio"] for row in blocks])]
         labels = [str(row["block_size"]) for row in blocks]
         expected = bars(
-            labels, series, x="drafted tokens per round", y="speed over plain", lines=[("plain decoding", 1.0)]
+            labels, series, x="most drafted tokens per round", y="speed over plain", lines=[("plain decoding", 1.0)]
         )
         charts.append(("Expected gain by block length", expected))
     figures = "".join(f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>" for title, chart in charts)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT = 460, 240
-LEFT, RIGHT, TOP, BOTTOM = 48, 14, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 48, 14, 14, 50
 COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#805ad5")
 
 
@@ -63,14 +63,14 @@ def bars(
                 f'fill="{COLOURS[number % len(COLOURS)]}">'
                 f"<title>{escape(f'{labels[at]}, {name}: {shown}')}</title></rect>"
             )
-    every = max(1, -(-max((len(label) for label in labels), default=0) * len(labels) // 70))
+    crowded = max((len(label) for label in labels), default=0) * len(labels) > 66
     for at, label in enumerate(labels):
-        if at % every == 0:
-            out.append(_text(LEFT + (at + 0.5) * group, HEIGHT - BOTTOM + 14, label, "middle"))
+        lower = 11 * (at % 2) if crowded else 0
+        out.append(_text(LEFT + (at + 0.5) * group, HEIGHT - BOTTOM + 14 + lower, label, "middle"))
     for label, height in lines:
         at_y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * height / top
         out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y:.1f}" y2="{at_y:.1f}" class="mark"/>')
-        out.append(_text(WIDTH - RIGHT - 2, at_y - 4, label, "end"))
+        out.append(_text(WIDTH - RIGHT - 2, at_y - 4, label, "end", "note"))
     return _wrap(out, [name for name, _ in series], f"{y} by {x}")
 
 
@@ -109,7 +109,7 @@ def _frame(marks: Sequence[float], x: str, y: str, percent: bool) -> list[str]:
         at = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / marks[-1]
         out.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" class="grid"/>')
         out.append(_text(LEFT - 6, at + 4, f"{100 * value:g}%" if percent else f"{value:g}", "end"))
-    out.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 32, x, "middle", "axis"))
+    out.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 40, x, "middle", "axis"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     out.append(
         f'<text x="12" y="{middle:.1f}" text-anchor="middle" class="axis" '

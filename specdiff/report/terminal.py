@@ -111,7 +111,7 @@ def cost_table(report: dict[str, Any]) -> Table:
     table.add_row("target, inputs", *(number(cost["target_relative"].get(n)) for n in points))
     if cost["drafter_relative"]:
         table.add_row("drafter, tokens", *(number(cost["drafter_relative"].get(n)) for n in points))
-        table.caption = f"speculation breaks even at tau {number(cost['break_even_tau'])}"
+        table.caption = f"full blocks break even at tau {number(cost['break_even_tau'])}"
     return table
 
 

@@ -154,5 +154,26 @@ def test_verdict_suggests_a_shorter_block():
     slow = [sample("a", "s", PLAIN_TEXT, {HF: 10, PLAIN: 20, SPECDIFF: 16})]
     found = verdict(steep, mode_numbers(slow, 0.0))
     assert any("--block-size 1" in reason for reason in found["reasons"])
-    assert expected_tau([0.5, None, 0.25], 3) == 1.75
-    assert [row["block_size"] for row in by_block(steep, [1.0, 1.0])] == [1, 2]
+    assert expected_tau([0.5, 0.25, 0.25], 2) == 1.75
+    assert [row["block_size"] for row in by_block(steep, [1.0, 1.0], {2: 5})] == [1, 2]
+
+
+def test_rounds_that_draft_little_cost_little():
+    """A drafter that often proposes nothing (prompt lookup) pays for what it proposes, not for full blocks."""
+    assert COST.round_cost({4: 7}) == pytest.approx(COST.break_even())
+    assert COST.round_cost({0: 1, 4: 1}) == pytest.approx(((0.010 + 0.001) + 0.016) / 2 / 0.010)
+    assert COST.round_cost({4: 3}, most=3) == pytest.approx(COST.break_even(3))
+    assert COST.round_cost({}) is None
+    stats = GenerationStats(row_rounds=[0], emitted=[[1]])
+    for proposed, emitted in ((0, 1), (4, 5), (0, 1), (2, 1)):
+        stats.rounds += 1
+        stats.count(0, proposed, emitted - 1, emitted)
+    run = Run([list(range(9))], 0.1, 0.1, 1, 4, stats)
+    found = drafting([Sample([Prompt("a", "s", "x")], [torch.arange(3)], {SPECDIFF: run})])
+    assert found["proposed_lengths"] == {"0": 2, "1": 0, "2": 1, "3": 0, "4": 1}
+    assert found["kept_per_round"] == [0.25, 0.25, 0.25, 0.25] and found["acceptance_by_position"][:2] == [0.5, 0.5]
+
+
+def test_more_than_possible_is_called_noise():
+    fast = [sample("a", "s", PLAIN_TEXT, {HF: 10, PLAIN: 20, SPECDIFF: 200})]
+    assert any("not quiet, measure again" in reason for reason in verdict(COST, mode_numbers(fast, 0.0))["reasons"])

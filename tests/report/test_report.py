@@ -80,7 +80,7 @@ def test_page_holds_every_plot_and_the_verdict(report):
 def test_page_and_tables_stand_missing_parts(report):
     report["mode"]["drafting"] = report["mode"]["tau"] = report["equality"] = report["efficiency"] = None
     report["cost"] |= {"drafter": {}, "drafter_relative": {}, "break_even_tau": None}
-    report["verdict"] |= {"blocks": [], "use": None}
+    report["verdict"] |= {"blocks": [], "use": None, "break_even_tau": None}
     report["sampling"], report["memory"] = [], {}
     del report["mode"]["arms"]["specdiff"], report["mode"]["ratios"]["speculation"]
     for line in report["samples"]:
@@ -106,7 +106,7 @@ def test_terminal_says_the_same(report):
     assert report["verdict"]["headline"] in text
     assert text.index("(speculation)") < text.index("(kernels)")
     assert number(report["mode"]["tau"]["macro"]) in text
-    assert "speculation breaks even at tau" in text
+    assert "full blocks break even at tau" in text
     assert "\x1b" not in text and not re.search(r"\b(None|nan|inf)\b", text)
 
 
