@@ -330,7 +330,10 @@ class BlockLMSession:
         device, width = first.device, int(end.max())
         position = torch.arange(width, device=device)
         noisy = (position >= first[:, None]) & (position < end[:, None])
-        ids = torch.where(noisy, self.spec.mask_id or 0, self._ids[:, :width])
+        # ids that the drafter's smaller vocabulary lacks are read as padding: that costs acceptance only
+        known = self._ids[:, :width] < self.denoiser.vocab_size
+        ids = torch.where(known, self._ids[:, :width], self.spec.pad)
+        ids = torch.where(noisy, self.spec.mask_id or 0, ids)
         prompt = position < first[:, None]
         greedy, coupled = self.request.greedy, self.request.rule == "coupled"
         record = _Record(

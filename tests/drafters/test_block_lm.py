@@ -251,7 +251,8 @@ def test_a_smaller_and_a_larger_drafter_vocabulary():
     for vocab, mask in ((9, 8), (20, 19), (20, 5)):
         d = drafter("context", vocab=vocab, mask=mask)
         plain = target().generate(ids, max_new_tokens=10, do_sample=False)
-        assert torch.equal(SpecDiff(target(), d).generate(ids, max_new_tokens=10, do_sample=False), plain) or vocab == 9
+        assert int(plain.max()) >= 9  # also ids that the smallest drafter lacks
+        assert torch.equal(SpecDiff(target(), d).generate(ids, max_new_tokens=10, do_sample=False), plain)
     d = drafter("context", vocab=20, mask=19)
     out = SpecDiff(target(), d).generate(ids, max_new_tokens=10, do_sample=True, seed=1)
     assert int(out.max()) < VOCAB
