@@ -120,7 +120,8 @@ def _why(cost: CostCurve, lengths: dict[int, int], tau: float, needed: float) ->
         f"A target pass over {block + 1} inputs costs {cost.target_at(block + 1) / one:.2f} of a pass over 1 "
         f"({one * 1e3:.1f} ms), and drafting {block} tokens {cost.drafter_at(block) / one:.2f}. Rounds "
         f"drafted {mean:.1f} tokens on average, so that a round pays from tau {needed:.2f} on. "
-        f"Measured tau is {tau:.2f}, {'above' if tau > needed else 'below'} that; it allows a ratio of {tau / needed:.2f}."
+        f"Measured tau is {tau:.2f}, {'above' if tau > needed else 'below'} that; "
+        f"it allows a ratio of {tau / needed:.2f}."
     )
 
 
