@@ -1,4 +1,4 @@
-"""One adapter around any Hugging Face causal LM: ragged passes, tapped states, and only the head rows that are needed."""
+"""One adapter around any Hugging Face causal LM: ragged passes, tapped states, only the head rows that are needed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class Target:
             _FOUND[model] = found
         return found[1]
 
-    def _state(self, serving: Serving, batch: int, capacity: int, taps: tuple[int, ...] = ()) -> RaggedState | GroupedState:
+    def _state(
+        self, serving: Serving, batch: int, capacity: int, taps: tuple[int, ...] = ()
+    ) -> RaggedState | GroupedState:
         plain = serving.mode == "ragged" and not any(plan.states for plan in serving.plans)
         kind = RaggedState if plain else GroupedState
         return kind(self.call, serving, batch, capacity, taps, self.max_positions)
@@ -120,5 +122,7 @@ class Target:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""
         for tap in taps:
             if not 0 <= tap < self.num_layers:
-                raise UnsupportedError(f"tap {tap} does not exist: {type(self.model).__name__} has {self.num_layers} layers")
+                raise UnsupportedError(
+                    f"tap {tap} does not exist: {type(self.model).__name__} has {self.num_layers} layers"
+                )
         return self._state(self.serving, batch, capacity, tuple(taps))

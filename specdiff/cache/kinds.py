@@ -50,7 +50,7 @@ _CLASSES: dict[type, tuple[str | None, bool]] = {
 
 
 def layer_plans(config: PreTrainedConfig) -> list[LayerPlan] | None:
-    """One plan per cache layer, or None when transformers keeps a layer for this configuration that is not known here."""
+    """One plan per cache layer, or None when the configuration has a kind of layer that is not known here."""
     try:
         layers = DynamicCache(config=config).layers
     except (KeyError, AttributeError, TypeError, ValueError):
@@ -67,7 +67,8 @@ def layer_plans(config: PreTrainedConfig) -> list[LayerPlan] | None:
             named = types[at] if types is not None and len(types) == len(layers) else None
             if named == "chunked_attention" or (named is None and window == chunk):
                 attention = "chunked"
-        plans.append(LayerPlan(attention, window, layer.number_of_states if recurrent else 0))
+        states = int(getattr(layer, "number_of_states", 1)) if recurrent else 0
+        plans.append(LayerPlan(attention, window, states))
     return plans or None
 
 
@@ -85,7 +86,9 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder model; specdiff wraps decoder-only causal LMs"
     if not hasattr(model, "generate") or not model.can_generate():
         return "it has no language-modelling head to generate with; load it with AutoModelForCausalLM"
-    implementations = {getattr(part, "_attn_implementation", None) or "eager" for part in (config, config.get_text_config())}
+    implementations = {
+        getattr(part, "_attn_implementation", None) or "eager" for part in (config, config.get_text_config())
+    }
     flash = sorted(name for name in implementations if "flash" in name)
     if flash:
         return (

@@ -69,7 +69,7 @@ class TargetCache(Cache):
             layer.open_pass(fresh=max(host_start) == 0)
 
     def masks(self, dtype: torch.dtype, *, by_type: bool) -> Mask:
-        """The additive masks of the pass: one tensor ``[g, 1, T, C]``, or one per layer type of the model's own names."""
+        """The additive masks of the pass: one tensor ``[g, 1, T, C]``, or one per layer type by its name."""
         made: dict[str, Tensor | None] = {"linear_attention": None, "conv": None}
         if any(plan.attention in ("full", "indexed") for plan in self.plans):
             made["full_attention"] = made["indexed_attention"] = made["hybrid"] = self.span.causal_mask(dtype)
@@ -129,7 +129,7 @@ class TargetCache(Cache):
         index = torch.tensor(list(rows), dtype=torch.long)
         self.forget()
         for layer in self.layers:
-            if not isinstance(layer, DummyLayer):
+            if isinstance(layer, (RaggedLayer, StateLayer)):
                 layer.select(index)
         for window in self.windows.values():
             window.base = [window.base[row] for row in rows]

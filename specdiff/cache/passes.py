@@ -39,7 +39,9 @@ class ModelCall:
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
         return weight.device if weight is not None else self.model.device
 
-    def uncached(self, ids: Tensor, *, keep: Keep | None = None, taps: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+    def uncached(
+        self, ids: Tensor, *, keep: Keep | None = None, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
         """The stock model's plain pass over ``Long[g, T]``, with the mask and positions that ``generate`` gives it."""
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         logits, tapped, _ = self(
@@ -91,7 +93,11 @@ class ModelCall:
             out = self.model(input_ids=ids.to(self.device), **arguments)
         tapped = torch.cat([states[tap].to(self.device) for tap in taps], dim=-1) if taps else None
         logits = out.logits
-        if slicing and keep is not None and logits.shape[1] == ids.shape[1] != (keep if isinstance(keep, int) else len(keep)):
+        if (
+            slicing
+            and keep is not None
+            and logits.shape[1] == ids.shape[1] != (keep if isinstance(keep, int) else len(keep))
+        ):
             logits = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[0] != ids.shape[0]:
             raise UnsupportedError("its logits are not one row of scores per token")
@@ -126,7 +132,9 @@ def captured(model: PreTrainedModel, taps: Sequence[int]) -> Iterator[dict[int, 
     def record(tap: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if threading.get_ident() == me:
-                states[tap] = output[0] if isinstance(output, (tuple, list)) else getattr(output, "last_hidden_state", output)
+                states[tap] = (
+                    output[0] if isinstance(output, (tuple, list)) else getattr(output, "last_hidden_state", output)
+                )
 
         return hook
 

@@ -1,9 +1,9 @@
 """Find out, on a dozen tokens, how a model can be served right; refuse it by name when it cannot.
 
-No table of architectures: every candidate way of serving runs a ragged prefill, a block of which only a part is accepted, and
-the block after it, and must give the logits of the stock model's uncached pass over the same tokens. The first candidate
-that does is taken. The cost is one uncached pass over 8 tokens for two rows, and three passes over 2 to 5 tokens for
-each candidate tried (the first one in nearly all models); it is paid once per model object.
+No table of architectures: every candidate way of serving runs a ragged prefill, a block of which only a part is
+accepted, and the block after it, and must give the logits of the stock model's uncached pass over the same tokens. The
+first candidate that does is taken. The cost is one uncached pass over 8 tokens for two rows, and three passes over 2 to
+5 tokens for each candidate tried (the first one in nearly all models); it is paid once per model object.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from specdiff.cache.kinds import LayerPlan, kinds_in_words, layer_plans
 from specdiff.cache.passes import ModelCall
@@ -49,6 +50,11 @@ def find_serving(call: ModelCall, open_state: Callable[[Serving, int, int], Ragg
     if call.device.type == "meta":
         return next(_candidates(call, plans))
     name = type(call.model).__name__
+    if (lacks := cache_fault(call)) is not None:
+        raise UnsupportedError(
+            f"{name} cannot be a target: transformers cannot make a cache for its configuration ({lacks}), "
+            "so its own generate fails as well"
+        )
     with _quiet():
         tokens = probe_tokens(call)
         reference = _reference(call, name, tokens)
@@ -62,18 +68,31 @@ def find_serving(call: ModelCall, open_state: Callable[[Serving, int, int], Ragg
                     single = _gap(open_state(replace(serving, stepwise=True), 2, 2 * LENGTH), tokens, reference)
                     allowed = min(allowed, max(3 * single, 1e-3))
             except Exception as error:
-                found.append(f"{_words(serving)}: {type(error).__name__}: {_short(error)}")
+                found.append(f"{serving.words}: {type(error).__name__}: {_short(error)}")
                 continue
             if gap <= allowed:
                 if found:
-                    logger.info("%s is served %s; %s", name, _words(serving), "; ".join(found))
+                    logger.info("%s is served %s; %s", name, serving.words, "; ".join(found))
                 return serving
-            found.append(f"{_words(serving)}: off by {gap:.2g} of the logits' spread")
+            found.append(f"{serving.words}: off by {gap:.2g} of the logits' spread")
     hint = "; it is in training mode, call model.eval() first" if call.model.training else ""
     raise UnsupportedError(
-        f"{name} cannot be a target: no way of running it with a cache ({kinds_in_words(plans)}) gives the logits of its own "
-        f"uncached pass{hint} ({'; '.join(found)}); use plain generate for it"
+        f"{name} cannot be a target: no way of running it with a cache ({kinds_in_words(plans)}) gives the logits of "
+        f"its own uncached pass{hint} ({'; '.join(found)}); use plain generate for it"
     )
+
+
+def cache_fault(call: ModelCall) -> str | None:
+    """What a configuration lacks that transformers' default cache asks it for, which ``generate`` then fails on."""
+    if call.cache_name not in ("cache", "past_key_values"):
+        return None
+    try:
+        DynamicCache(config=call.model.config)
+    except AttributeError as error:
+        return _short(error)
+    except (KeyError, TypeError, ValueError):  # models with a cache of their own make it themselves
+        return None
+    return None
 
 
 def probe_tokens(call: ModelCall) -> Tensor:
@@ -85,7 +104,9 @@ def probe_tokens(call: ModelCall) -> Tensor:
         for key, value in (part.to_dict() if part is not None else {}).items():
             if key.endswith(("_token_id", "_token_index", "_token")):
                 special.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    usable = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or list(range(text.vocab_size))
+    usable = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or list(
+        range(text.vocab_size)
+    )
     picks = [usable[(7 + 37 * at + 11 * at * at) % len(usable)] for at in range(2 * LENGTH)]
     return torch.tensor(picks, device=call.device).view(2, LENGTH)
 
@@ -100,14 +121,20 @@ def _reference(call: ModelCall, name: str, tokens: Tensor) -> Tensor:
             f"{name} cannot be a target: its plain pass over text alone fails ({type(error).__name__}: {_short(error)})"
         ) from error
     if logits.dim() != 3 or logits.shape[:2] != tokens.shape:
-        raise UnsupportedError(f"{name} cannot be a target: its logits have shape {tuple(logits.shape)}, not one row per token")
+        raise UnsupportedError(
+            f"{name} cannot be a target: its logits have shape {tuple(logits.shape)}, not one row per token"
+        )
     logits = logits.float()
     gap = _difference(short[0].float(), logits[0, : LENGTH // 2], logits)
     if gap > 10 * TOLERANCE.get(call.model.dtype, 1e-1):
-        why = "it is in training mode: call model.eval()" if call.model.training else "load it as a decoder (is_decoder=True)"
+        why = (
+            "it is in training mode: call model.eval()"
+            if call.model.training
+            else "load it as a decoder (is_decoder=True)"
+        )
         raise UnsupportedError(
-            f"{name} cannot be a target: its logits at a position change with the tokens after it (by {gap:.2g} of their "
-            f"spread), so it is not causal here; {why}"
+            f"{name} cannot be a target: its logits at a position change with the tokens after it (by {gap:.2g} of "
+            f"their spread), so it is not causal here; {why}"
         )
     return logits
 
@@ -181,19 +208,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _words(serving: Serving) -> str:
-    words: list[str] = [serving.mode]
-    if serving.mode == "ragged":
-        words.append("with masks by layer type" if serving.by_type else "with one mask")
-    elif not serving.padding_mask:
-        words.append("without a mask")
-    if serving.own_cache:
-        words.append("of the model's making")
-    if serving.stepwise:
-        words.append("token by token")
-    return " ".join(words)
 
 
 def _short(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """Attention layers whose rows advance by different amounts.
 
-Keys and values live in preallocated buffers ``[B, H, C, D]`` at their *logical* positions (padding excluded): row ``r``'s
-token ``j`` is in column ``j``. A pass writes at ``start[r] + t`` and sees columns ``0 .. start[r] + t``, said by an explicit
-additive mask. Whatever lies past a row's committed length (rejected drafts, padding of a ragged pass) is invisible and is
-overwritten before it could be seen, so rolling back moves a number and copies nothing.
+Keys and values live in preallocated buffers ``[B, H, C, D]`` at their *logical* positions (padding excluded): row
+``r``'s token ``j`` is in column ``j``. A pass writes at ``start[r] + t`` and sees columns ``0 .. start[r] + t``, said
+by an explicit additive mask. Whatever lies past a row's committed length (rejected drafts, padding of a ragged pass) is
+invisible and is overwritten before it could be seen, so rolling back moves a number and copies nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Recurrent state (state-space scans, gated delta nets, short convolutions) that advances by exactly what is accepted.
 
-The stock modelling code runs on a *working* copy of the committed state. After a pass the working copy is put aside, and
-committing takes it over for the rows whose inputs all stood. Rows of which only a part stood keep the old state, and the
-inputs that stood run again in front of their next pass: one pass per round all the same. Rows run together only with
-equal numbers of inputs, so padding never goes through the state.
+The stock modelling code runs on a *working* copy of the committed state. After a pass the working copy is put aside,
+and committing takes it over for the rows whose inputs all stood. Rows of which only a part stood keep the old state,
+and the inputs that stood run again in front of their next pass: one pass per round all the same. Rows run together only
+with equal numbers of inputs, so padding never goes through the state.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class StateLayer(LinearAttentionLayer):
         """Commit entry ``at`` of a pass's states as the state of ``row``."""
         for key, state in states.items():
             if key not in self.committed:
-                self.committed[key] = torch.zeros(self.span.batch, *state.shape[1:], dtype=state.dtype, device=state.device)
+                self.committed[key] = torch.zeros(
+                    self.span.batch, *state.shape[1:], dtype=state.dtype, device=state.device
+                )
             self.committed[key][row] = state[at]
 
     def select_states(self, rows: Tensor) -> None:
@@ -74,7 +76,7 @@ class StateLayer(LinearAttentionLayer):
         self.select_states(rows)
 
 
-class StateAndFullLayer(StateLayer, RaggedLayer):
+class StateAndFullLayer(StateLayer, RaggedLayer):  # type: ignore[misc, override]
     """Recurrent state and full attention in one layer."""
 
     supports_early_init = False
@@ -93,7 +95,7 @@ class StateAndFullLayer(StateLayer, RaggedLayer):
         RaggedLayer.select(self, rows)
 
 
-class StateAndWindowLayer(StateLayer, WindowLayer):
+class StateAndWindowLayer(StateLayer, WindowLayer):  # type: ignore[misc, override]
     """Recurrent state and sliding attention in one layer."""
 
     supports_early_init = False

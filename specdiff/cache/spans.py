@@ -1,4 +1,4 @@
-"""Where the running pass writes, how far it may look, and the masks that say so. Pure bookkeeping, no keys or values."""
+"""Where the running pass writes, how far it may look, and the masks that say so. Bookkeeping only."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Span:
 class WindowSpan:
     """The same for layers that see a window: buffers keep a stretch of each row that begins at its ``base``.
 
-    Row ``r``'s token ``j`` is in column ``j - base[r]``. When a buffer is full the last ``window - 1`` tokens move to its
-    front and ``base`` grows, so memory is O(window + pass), whatever the context.
+    Row ``r``'s token ``j`` is in column ``j - base[r]``. When a buffer is full the last ``window - 1`` tokens move to
+    its front and ``base`` grows, so memory is O(window + pass), whatever the context.
 
     Args:
         span: the cache's span.
@@ -90,7 +90,9 @@ class WindowSpan:
             most = max(start + width - self.base[row] for row, start in zip(rows, host_start, strict=True))
             if most > self.capacity - SLACK // 2:
                 self.capacity = max(most, self.capacity, min(self.span.limit, max(most, self.window) + SLACK))
-        reach = [max(0, start - (self.window - 1)) - self.base[row] for row, start in zip(rows, host_start, strict=True)]
+        reach = [
+            max(0, start - (self.window - 1)) - self.base[row] for row, start in zip(rows, host_start, strict=True)
+        ]
         self.low = max(0, min(reach))
         self.high = most
 

@@ -26,7 +26,8 @@ class Pass:
     """What one target pass gives.
 
     Attributes:
-        logits: ``float32[B, T, V]`` (``head="all"``), ``[B, 1, V]`` of each row's last valid input (``"last"``), or None.
+        logits: ``float32[B, T, V]`` (``head="all"``), ``[B, 1, V]`` of each row's last valid input (``"last"``), or
+            None.
         taps: ``[B, T, n*H]`` states after the tapped layers, in tap order, or None.
     """
 
@@ -44,7 +45,8 @@ class Serving:
             before each pass), ``uncached`` (one row per pass, everything computed again).
         by_type: masks go in as a dict by layer type instead of one tensor.
         padding_mask: in the modes of one row per pass, a 2-D mask of ones goes in, as ``generate`` does it.
-        own_cache: in mode ``foreign``, the model makes its cache in the first pass, instead of getting transformers' default.
+        own_cache: in mode ``foreign``, the model makes its cache in the first pass, instead of getting transformers'
+            default.
         stepwise: after the first pass of a row, one token per pass, for models whose multi-token step is wrong.
         plans: the cache layers, for the modes with own layers.
     """
@@ -57,14 +59,28 @@ class Serving:
     plans: tuple[LayerPlan, ...] = ()
 
     @property
+    def words(self) -> str:
+        """In a few words."""
+        words: list[str] = [self.mode]
+        if self.mode == "ragged":
+            words.append("with masks by layer type" if self.by_type else "with one mask")
+        elif not self.padding_mask:
+            words.append("without a mask")
+        if self.own_cache:
+            words.append("of the model's making")
+        if self.stepwise:
+            words.append("token by token")
+        return " ".join(words)
+
+    @property
     def note(self) -> str | None:
         """What a user should know about it, or None."""
         if self.mode == "uncached":
             return "this target is decoded without a cache, every pass computes the whole text again"
         if self.stepwise:
             return (
-                "this target's multi-token step with a filled state is wrong in transformers, so drafts are verified token "
-                "by token: right, but without speed-up"
+                "this target's multi-token step with a filled state is wrong in transformers, so drafts are verified "
+                "token by token: right, but without speed-up"
             )
         if self.mode == "foreign":
             return "this target's own cache object is copied before each pass, and rows run one at a time"
@@ -76,7 +92,9 @@ class Serving:
 class RaggedState:
     """Attention-only targets: all rows in one padded pass, which nothing has to wait for."""
 
-    def __init__(self, call: ModelCall, serving: Serving, batch: int, capacity: int, taps: tuple[int, ...], top: int | None):
+    def __init__(
+        self, call: ModelCall, serving: Serving, batch: int, capacity: int, taps: tuple[int, ...], top: int | None
+    ):
         self.call, self.serving, self.taps, self.top = call, serving, taps, top
         self.lengths = [0] * batch
         self.cache = TargetCache(serving.plans, batch, min(capacity, FIRST_CAPACITY), capacity)
@@ -94,7 +112,9 @@ class RaggedState:
         kept = torch.unique(last) if head == "last" else None
         keep: Keep | None = kept if head == "last" else 1 if head is None else None
         mask = self.cache.masks(self.call.model.dtype, by_type=self.serving.by_type)
-        logits, tapped, _ = self.call(tokens, positions=positions, mask=mask, cache=self.cache, keep=keep, taps=self.taps)
+        logits, tapped, _ = self.call(
+            tokens, positions=positions, mask=mask, cache=self.cache, keep=keep, taps=self.taps
+        )
         if head is None:
             return Pass(None, tapped)
         if kept is not None:
@@ -126,11 +146,13 @@ class RaggedState:
 class GroupedState:
     """Everything else: rows run in groups of equal numbers of inputs, so that padding never enters a state.
 
-    Inputs that were accepted in a pass whose later inputs were not are *pending*: for a recurrent state they run again in
-    front of the row's next pass (or in one of their own, when more than ``REPLAY`` wait).
+    Inputs that were accepted in a pass whose later inputs were not are *pending*: for a recurrent state they run again
+    in front of the row's next pass (or in one of their own, when more than ``REPLAY`` wait).
     """
 
-    def __init__(self, call: ModelCall, serving: Serving, batch: int, capacity: int, taps: tuple[int, ...], top: int | None):
+    def __init__(
+        self, call: ModelCall, serving: Serving, batch: int, capacity: int, taps: tuple[int, ...], top: int | None
+    ):
         self.call, self.serving, self.taps, self.top = call, serving, taps, top
         self.lengths = [0] * batch
         self.cached = [0] * batch

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdiff.cli import codes
 from specdiff.cli.common import add_pair_arguments, load_pair, quiet_libraries, target_options
+from specdiff.compat import command as families
 from specdiff.errors import UnsupportedError
 
 
@@ -20,10 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write one JSON object")
     add_pair_arguments(parser)
+    families.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check."""
+    if args.every:
+        quiet_libraries()
+        return families.run_all(args)
     args.target = args.model if args.model is not None else args.target
     report = inspect_model(args)
     if report["served"] and args.try_out:
@@ -43,6 +48,7 @@ def inspect_model(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from specdiff import SpecDiff
+    from specdiff.compat.probing import probe_configuration
     from specdiff.hub import ensure_default
 
     quiet_libraries()
@@ -66,6 +72,13 @@ def inspect_model(args: argparse.Namespace) -> dict[str, Any]:
     except UnsupportedError as error:
         report["why"] = str(error)
         return report
+    serving, why = probe_configuration(config)
+    if why is not None:
+        report["why"] = why
+        return report
+    if serving is not None:
+        report["serving"] = serving.words
+        report["note"] = serving.note
     report["served"] = True
     return report
 
@@ -97,7 +110,9 @@ def _print(report: dict[str, Any]) -> None:
     print(f", {report['parameters'] / 1e6:.0f}M parameters" if "parameters" in report else "")
     if report.get("cache"):
         print("cache: " + ", ".join(f"{count} x {kind}" for kind, count in report["cache"].items()))
-    print("can be served" if report["served"] else f"cannot be served: {report['why']}")
+    how = f", {report['serving']}" if report.get("serving") else ""
+    how += f"; {report['note']}" if report.get("note") else ""
+    print(f"can be served{how}" if report["served"] else f"cannot be served: {report['why']}")
     if "run" in report:
         outcome = report["run"]
         word = "equal to" if outcome["equal"] else "NOT equal to"

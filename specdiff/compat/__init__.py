@@ -1,1 +1,1 @@
-"""Which architectures of the installed transformers can be served: tiny models of all of them, and the table of results."""
+"""Which architectures of the installed transformers can be served: tiny models of all, and the table of results."""

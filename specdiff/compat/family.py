@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -80,9 +80,29 @@ def pairwise_cases(turn: int = 0) -> list[Case]:
     return cases
 
 
+def quick_cases() -> list[Case]:
+    """Four cases that meet every drafter, batch, rule and block size once, for a look at all architectures."""
+    return [
+        Case("greedy", 3, BLOCKS[3], "accept-some"),
+        Case("greedy", 1, BLOCKS[1], "reject-all"),
+        Case("coupled", 3, BLOCKS[2], "accept-all"),
+        Case("coupled", 1, BLOCKS[0], "accept-some"),
+    ]
+
+
+MODES: dict[str, Callable[[int], list[Case]]] = {
+    "full": lambda turn: all_cases(),
+    "reduced": pairwise_cases,
+    "quick": lambda turn: quick_cases(),
+}
+"""Sets of cases by name; the argument rotates what a reduced set combines."""
+
+
 def default_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """A tiny random model of an architecture's (shrunk) default configuration."""
-    config = DEFAULTS[model_type](CONFIG_MAPPING[model_type]) if model_type in DEFAULTS else CONFIG_MAPPING[model_type]()
+    config = (
+        DEFAULTS[model_type](CONFIG_MAPPING[model_type]) if model_type in DEFAULTS else CONFIG_MAPPING[model_type]()
+    )
     return tiny_model(tiny_config(config), causal_class(model_type), seed)
 
 
@@ -138,7 +158,8 @@ class _Reference:
     """The texts that are right, and the runs that must give them."""
 
     def __init__(self, model: PreTrainedModel, plain: Any, new_tokens: int, result: FamilyResult) -> None:
-        self.model, self.new_tokens, self.result = model, new_tokens, result
+        self.model: Any = model
+        self.new_tokens, self.result = new_tokens, result
         generator = torch.Generator().manual_seed(1)
         self.rows = [torch.randint(FIRST_ORDINARY_ID, VOCABULARY, (1, size), generator=generator) for size in PROMPTS]
         self.seeds = [11, 12, 13]
@@ -241,7 +262,7 @@ class _Reference:
         return float(top[0] - top[1]) / float(logits.std())
 
 
-def _generate_fails(model: PreTrainedModel) -> str | None:
+def _generate_fails(model: Any) -> str | None:
     """Why the model's own generate fails on text alone, or None when it does not."""
     try:
         row = torch.full((1, 4), FIRST_ORDINARY_ID)

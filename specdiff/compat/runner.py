@@ -1,4 +1,4 @@
-"""All architectures, one process each, resumable: results go line by line into a JSONL log and from there into the table."""
+"""All architectures, one process each, resumable: results go line by line into a JSONL log, and then into the table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specdiff.compat.family import NEW_TOKENS, FamilyResult, all_cases, check_family, model_types, pairwise_cases
+from specdiff.compat.family import MODES, NEW_TOKENS, FamilyResult, check_family, model_types
 
 logger = logging.getLogger(__name__)
 
-MODES = ("full", "reduced")
 TIME_LIMIT = 900.0
 """Seconds for one architecture, building included."""
 
@@ -31,9 +30,10 @@ def run_families(
     """Check architectures that the log does not hold yet.
 
     Args:
-        log: JSONL file, one result per line; later lines replace earlier ones of the same architecture, mode and versions.
+        log: JSONL file, one result per line; later lines replace earlier ones of the same architecture, mode and
+            versions.
         names: model types, all of the installed transformers when None.
-        mode: ``full`` (every combination) or ``reduced`` (twelve pairwise ones).
+        mode: ``full`` (all 48 combinations), ``reduced`` (twelve pairwise ones) or ``quick`` (four).
         again: run also what the log holds.
         time_limit: seconds per architecture; a process that takes longer is ended and reported as failed.
         report: called after each architecture with its result, how many are done and how many there are.
@@ -97,7 +97,7 @@ def _lines(log: Path) -> Iterator[dict[str, Any]]:
 def _in_process(name: str, mode: str, turn: int, time_limit: float) -> FamilyResult:
     """Check one architecture in a process of its own, which may crash or hang without harm."""
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     receiver, sender = context.Pipe(duplex=False)
     worker = context.Process(target=_work, args=(sender, name, mode, turn), daemon=True)
     worker.start()
@@ -126,6 +126,5 @@ def _work(sender: Any, name: str, mode: str, turn: int) -> None:
     warnings.simplefilter("ignore")
     library_logging.set_verbosity_error()
     torch.set_num_threads(1)
-    cases = all_cases() if mode == "full" else pairwise_cases(turn)
-    sender.send(check_family(name, cases, NEW_TOKENS).to_dict())
+    sender.send(check_family(name, MODES[mode](turn), NEW_TOKENS).to_dict())
     sender.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from specdiff.cache.states import Serving
 from specdiff.compat.family import BLOCKS, NEW_TOKENS, PROMPTS, FamilyResult
 from specdiff.compat.tiny import WINDOW
 from specdiff.compat.upstream import UPSTREAM
@@ -13,14 +12,14 @@ from specdiff.compat.upstream import UPSTREAM
 _HEAD = """\
 # Which architectures work
 
-Written by `specdiff check --all{flag}`; do not edit. Versions: {versions}.
+Written by `specdiff check --all{flag}`; do not edit by hand. Versions: {versions}.
 
 For every architecture that transformers registers for causal language modelling, a tiny random model of its default
 configuration (shrunk by the rules of `specdiff/compat/tiny.py`, exceptions in `specdiff/compat/exceptions.py`) decodes
-{tokens} tokens with drafters whose guesses are always wrong, always right, or right up to the middle of a block, with blocks of
-{blocks} (sliding windows are {window}), for one prompt and for {rows} left-padded ones of {prompts} tokens, greedily and coupled. Greedy text must
-equal `transformers`' own `generate` of each row alone; coupled text must equal specdiff's own plain decoding with the same seed.
-{cases}
+{tokens} tokens with drafters whose guesses are always wrong, always right, or right up to the middle of a block, with
+blocks of {blocks} (sliding windows are {window}), for one prompt and for {rows} left-padded ones of {prompts} tokens,
+greedily and coupled. Greedy text must equal `transformers`' own `generate` of each row alone; coupled text must equal
+specdiff's own plain decoding with the same seed. {cases}
 
 | result | architectures |
 |---|---|
@@ -31,37 +30,39 @@ equal `transformers`' own `generate` of each row alone; coupled text must equal 
 
 {share}
 
-How they are served: **ragged**, all rows in one pass with their own positions; **rows**, one row per pass; **foreign**, one row per
-pass over the model's own cache object, copied before each pass; **uncached**, one row per pass, everything computed again. *token by
-token* means that transformers' multi-token step with a filled state is wrong for this class: drafts are then verified one
-token per pass, which is right but brings no speed-up.
+How they are served: **ragged**, all rows in one pass with their own positions; **rows**, one row per pass; **foreign**,
+one row per pass over the model's own cache object, copied before each pass; **uncached**, one row per pass, everything
+computed again. *Token by token* means that transformers' multi-token step with a filled state is wrong for this class:
+drafts are then verified one token per pass, which is right but brings no speed-up.
 """
 
 
-def render(results: Sequence[FamilyResult], versions: dict[str, str], *, reduced: bool) -> str:
+def render(results: Sequence[FamilyResult], versions: dict[str, str], *, mode: str = "full") -> str:
     """The page for a list of results.
 
     Args:
         results: one per architecture.
         versions: package name to version.
-        reduced: the results are those of the pairwise-reduced set.
+        mode: the set of cases that was run.
     """
     counts = Counter(result.status for result in results)
     wrong = counts["wrong"] + counts["failed"]
     buildable = len(results) - counts["not built"]
     excused = [result for result in results if result.status == "refused" and result.model_type in UPSTREAM]
-    share = f"{counts['works']} of the {buildable} that can be built work ({100 * counts['works'] / max(buildable, 1):.1f}%)."
+    share = f"{counts['works']} of the {buildable} that can be built work ({_percent(counts['works'], buildable)})."
     if excused:
         rest = buildable - len(excused)
         share += (
-            f" {len(excused)} of the refused ones cannot be served because of a fault in transformers named below; without them "
-            f"it is {counts['works']} of {rest} ({100 * counts['works'] / max(rest, 1):.1f}%)."
+            f" {len(excused)} of the refused ones cannot be served because of a fault in transformers named below; "
+            f"without them it is {counts['works']} of {rest} ({_percent(counts['works'], rest)})."
         )
-    cases = "Twelve combinations per architecture, in which every pair of settings occurs." if reduced else (
-        "All combinations for each architecture."
-    )
+    cases = {
+        "full": "All 48 combinations for each architecture.",
+        "reduced": "Twelve combinations for each architecture, in which every pair of settings occurs.",
+        "quick": "Four combinations for each architecture, in which every setting occurs once.",
+    }[mode]
     head = _HEAD.format(
-        flag=" --reduced" if reduced else "",
+        flag="" if mode == "full" else f" --mode {mode}",
         versions=", ".join(f"{name} {version}" for name, version in versions.items()),
         tokens=NEW_TOKENS,
         blocks=", ".join(map(str, BLOCKS)),
@@ -107,14 +108,15 @@ def _works(results: Sequence[FamilyResult]) -> str:
             notes.append(f"{len(result.ties)} near-ties, largest margin {max(result.ties):.1g}")
         if result.model_type in UPSTREAM:
             notes.insert(0, UPSTREAM[result.model_type])
-        lines.append(f"| {result.model_type} | {result.class_name} | {result.kinds} | {served} | {_cell('; '.join(notes))} |")
+        lines.append(
+            f"| {result.model_type} | {result.class_name} | {result.kinds} | {served} | {_cell('; '.join(notes))} |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f}%"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def serving_words(serving: Serving) -> str:
-    """How a target is served, in a few words."""
-    return serving.mode + (", token by token" if serving.stepwise else "")

@@ -1,7 +1,8 @@
 """Tiny random models of any architecture: the default configuration shrunk by rules, with a short table of exceptions.
 
 The rules keep what matters for a cache (layer types, windows, ranks, groups, sharing) and make everything small: hidden
-size 32, a vocabulary of 128, a window of 8, two to six layers. Weights are drawn wide enough that logits lie well apart.
+size 32, a vocabulary of 128, a window of 8, two to six layers. Weights are drawn wide enough that logits lie well
+apart.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import re
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from specdiff.compat.exceptions import AFTER, OVERRIDES
 
@@ -26,12 +33,18 @@ _SIZES: list[tuple[str, int]] = [
     (r"hidden_size|d_model|n_embd|emb_dim|dim|lru_width|backbone_hidden_size|word_embed_proj_dim|embedding_dim", 32),
     (r"embedding_size|hidden_size_global|out_hidden_size|projector_\w+put_dim", 32),
     (r"attention_hidden_size|mamba_d_ssm", 64),
-    (r"(\w+_)?intermediate_size(_mlp)?|ffn_(hidden_size|dim)|\w+_ffn_(dim|hidden_size)|d_ff|dff|d_inner|n_inner|dim_ff", 48),
+    (
+        r"(\w+_)?intermediate_size(_mlp)?|ffn_(hidden_size|dim)|\w+_ffn_(dim|hidden_size)|d_ff|dff|d_inner|n_inner|dim_ff",
+        48,
+    ),
     (r"mlp_dim|feed_forward_size|shared_experts?_intermediate_size|intermediate_multiple_size", 48),
     (r"moe_(shared_expert_)?intermediate_size|expert_ffn_hidden_size|router_hidden_size", 16),
     (r"num_attention_heads|(encoder|decoder)_attention_heads|num_(encoder|decoder)_attention_heads|n_heads?", 4),
     (r"num_heads|attention_heads|swa_num_attention_heads|conf_num_attention_heads", 4),
-    (r"num_key_value_heads|swa_num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|num_global_key_value_heads", 2),
+    (
+        r"num_key_value_heads|swa_num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|num_global_key_value_heads",
+        2,
+    ),
     (r"head_dim|swa_head_dim|global_head_dim|kv_channels|dim_head|d_kv|attention_head_size|d_head", 8),
     (r"qk_rope_head_dim|qk_nope_head_dim|v_head_dim|index_head_dim|indexer_head_dim|rotary_dim", 8),
     (r"mamba_d_head|mamba_head_dim|mamba_headdim|attention_head_dim", 16),
@@ -42,9 +55,15 @@ _SIZES: list[tuple[str, int]] = [
     (r"num_experts_per_tok(en)?|moe_topk|moe_top_k|moe_k", 2),
     (r"n_group|topk_group|num_expert_group|o_groups|n_groups|mamba_n(_)?groups|pretraining_tp", 1),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|num_nextn_predict_layers", 1),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_target_positions|model_max_length", 128),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_target_positions|model_max_length",
+        128,
+    ),
     (r"max_source_positions|original_max_position_embeddings|rel_extent|mem_len|bias_max_distance", 128),
-    (r"sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size|local_attention|keep_window_size", WINDOW),
+    (
+        r"sliding_window(_size)?|attention_chunk_size|attention_window_size|window_size|local_attention|keep_window_size",
+        WINDOW,
+    ),
     (r"linear_num_key_heads", 2),
     (r"linear_num_value_heads|linear_num_heads|mamba_num_heads|mamba_n_heads|n_mamba_heads", 4),
     (r"linear_(key_|value_)?head_dim|mamba_d_state|ssm_state_size|state_size", 8),
@@ -52,7 +71,9 @@ _SIZES: list[tuple[str, int]] = [
     (r"chunk_size|mamba_chunk_size|block_size", 16),
     (r"num_codebooks", 2),
 ]
-_LAYERS = r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers|depth|num_blocks"
+_LAYERS = (
+    r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers|depth|num_blocks"
+)
 _UNSET = {
     "head_dim": 8,
     "num_key_value_heads": 4,
@@ -77,14 +98,16 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def causal_class(model_type: str) -> type[PreTrainedModel]:
     """The class that ``AutoModelForCausalLM`` makes for a model type."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+    return found
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     """The part that the causal LM of a configuration is built from: itself, or the sub-configuration of its class."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    wanted = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    wanted = cls.config_class
     if wanted is None or isinstance(config, wanted):
         return config
     return next((part for name in config.sub_configs if isinstance(part := getattr(config, name), wanted)), config)
@@ -94,7 +117,7 @@ def tiny_model(config: PreTrainedConfig, cls: type[PreTrainedModel], seed: int =
     """A random model of ``cls`` for an (already tiny) configuration, in float32 and evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = cls(config).float().eval()
+        model: Any = cls(config).float().eval()
         _spread(model)
     model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=None)
     return model
@@ -109,8 +132,9 @@ def _spread(model: PreTrainedModel) -> None:
             fan_in = math.prod(parameter.shape[1:]) if parameter.dim() == 2 else parameter.shape[-1]
             parameter.normal_(0.0, 1.2 / math.sqrt(max(fan_in, 1)))
         embedding = model.get_input_embeddings()
-        if isinstance(getattr(embedding, "weight", None), torch.nn.Parameter):
-            embedding.weight.normal_(0.0, 0.6)
+        weight = getattr(embedding, "weight", None)
+        if isinstance(weight, torch.nn.Parameter):
+            weight.normal_(0.0, 0.6)
 
 
 def _shrunk(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +161,8 @@ def _shrunk(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
             values[key] = {"pad_token_id": 0, "bos_token_id": 1}.get(key, 2)
         elif key in values:
             values[key] = [2]
+    if layers is not None and values.get("num_kv_shared_layers") == layers:
+        values["num_kv_shared_layers"] = len(picks)  # an assistant, whose layers all read another model's cache
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]  # latent attention has no groups
     if values.get("qk_nope_head_dim") and values.get("qk_rope_head_dim") and "qk_head_dim" in values:
@@ -167,7 +193,7 @@ def _layer_picks(values: dict[str, Any], overrides: dict[str, Any]) -> list[int]
 
 
 def _own_layers(values: dict[Any, Any], picks: list[int]) -> dict[int, dict[str, Any]]:
-    """Settings of single layers, for the layers that stay; their heads get twice the width, so that they still differ."""
+    """Settings of single layers, for the layers that stay; their heads get twice the width, so they still differ."""
     kept: dict[int, dict[str, Any]] = {}
     for at, pick in enumerate(picks):
         own = next((value for key, value in values.items() if int(key) == pick), None)
