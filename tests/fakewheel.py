@@ -29,7 +29,7 @@ def write_gguf(path: Path) -> None:
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
-    writer.add_context_length(4096)
+    writer.add_context_length(1_000_000)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(FEED)
     writer.add_head_count(HEADS)

@@ -10,6 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 
+PATIENCE = 900.0
+"""Seconds after which a silent program counts as hung, also on a very busy machine."""
+
 
 class Terminal:
     """Runs ``python -m specdiff ARGUMENTS`` on a terminal of its own.
@@ -35,7 +38,7 @@ class Terminal:
         )
         os.close(theirs)
 
-    def expect(self, text: str, timeout: float = 60.0) -> str:
+    def expect(self, text: str, timeout: float = PATIENCE) -> str:
         """Wait until ``text`` is shown after what was expected before; returns what was shown up to its end."""
         end = time.monotonic() + timeout
         while text not in self.shown[self._mark :]:
@@ -45,7 +48,7 @@ class Terminal:
         self._mark = self.shown.index(text, start) + len(text)
         return self.shown[start : self._mark]
 
-    def wait_for_more(self, timeout: float = 60.0) -> None:
+    def wait_for_more(self, timeout: float = PATIENCE) -> None:
         """Wait until anything more is shown."""
         before = len(self.shown)
         end = time.monotonic() + timeout
@@ -60,7 +63,7 @@ class Terminal:
         """Press a control key: 3 is Ctrl-C, 4 is Ctrl-D."""
         os.write(self._fd, bytes([code]))
 
-    def close(self, timeout: float = 30.0) -> int:
+    def close(self, timeout: float = PATIENCE) -> int:
         """Wait for the program's end; returns its exit code."""
         end = time.monotonic() + timeout
         while self._read(end - time.monotonic()):

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from terminal import Terminal
+from terminal import PATIENCE, Terminal
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from specdiff.cli import COMMANDS, main
@@ -54,7 +54,7 @@ def spawn(arguments: list[str], stdin: str | None = None, **environment: str) ->
         stdin=subprocess.DEVNULL if stdin is None else None,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, **environment},
         check=False,
     )
@@ -206,9 +206,9 @@ def test_generate_reads_a_pipe(tiny, tiny_folder):
 
 
 def test_reader_that_goes_away_is_no_fault(tiny):
-    command = f'"{sys.executable}" -m specdiff generate hello --max-new-tokens 3000 {" ".join(tiny)} | head -c 20'
+    command = f'"{sys.executable}" -m specdiff generate hello --max-new-tokens 500000 {" ".join(tiny)} | head -c 20'
     shell = ["bash", "-c", command + "; exit ${PIPESTATUS[0]}"]
-    done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 141
     assert done.stderr == ""
 
@@ -220,7 +220,7 @@ def test_unknown_target_fails_with_one_line(capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_in_generate_is_130(tiny):
-    terminal = Terminal(["generate", "hello", "--max-new-tokens", "4000", *tiny])
+    terminal = Terminal(["generate", "hello", "--max-new-tokens", "500000", *tiny])
     terminal.wait_for_more()
     terminal.key(3)
     assert terminal.close() == 130
@@ -361,7 +361,7 @@ def test_chat_on_a_terminal_streams_and_reports(chat):
 
 
 def test_chat_ctrl_c_stops_the_answer_and_keeps_the_conversation(chat):
-    terminal = chat("--max-new-tokens", "3500")
+    terminal = chat("--max-new-tokens", "500000")
     terminal.type("hello")
     terminal.expect("hello\r\n")
     terminal.wait_for_more()
@@ -369,7 +369,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_the_conversation(chat):
     report = terminal.expect("> ")
     assert "[stopped, " in report
     stopped = int(re.search(r"\[stopped, (\d+) tokens", report)[1])
-    assert 0 < stopped < 3500
+    assert 0 < stopped < 500_000
     terminal.type("/stats")
     assert f"new tokens       {stopped}" in terminal.expect("> ")
     terminal.type("more")
