@@ -48,8 +48,8 @@ def verify_in_order(
             whether the row ends there, so that nothing may be scored behind it.
 
     Returns:
-        The verdict, and the processed scores ``[1, n, V]`` of the slots that were reached. Where the row ended, the next
-        token means nothing.
+        The verdict, and the processed scores ``[1, n, V]`` of the slots that were reached. Where the row ended, the
+        next token means nothing.
     """
     length = int(proposal.lengths[0])
     drafts = proposal.tokens[0]
