@@ -173,7 +173,7 @@ def test_run_from_nothing(tmp_path):
     from specdiff.cli.train import serve
     from specdiff.drafters.train.pipeline import Plan, run
 
-    model = tiny.target(spread=0.3)
+    model = tiny.target(spread=0.2)
     tiny.write_greedy_corpus(tmp_path / "data", model, 150, prompt=3, new=30)
     plan = Plan(
         data=[str(tmp_path / "data")],
