@@ -232,6 +232,8 @@ def check_model_kwargs(model_kwargs: Mapping[str, Any]) -> list[str]:
     for name, value in model_kwargs.items():
         if value is None or value is False:
             continue
+        if name == "mm_encoder_outputs" and not value:  # generate adds an empty one to text-only calls
+            continue
         if name == "attention_mask":
             _check_mask(value)
         elif name == "position_ids":
