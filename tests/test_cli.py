@@ -541,6 +541,15 @@ def test_detokenizer_waits_for_whole_characters(tiny_folder):
     assert all("\ufffd" not in piece for piece in got)
 
 
+def test_detokenizer_does_not_wait_for_ever_on_broken_bytes(tiny_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    broken = tokenizer("é").input_ids[:1] * 40  # the first byte of a two-byte character, again and again
+    pieces = Detokenizer(tokenizer)
+    got = [pieces.push(token) for token in broken]
+    assert sum(bool(piece) for piece in got) >= 4
+    assert "".join(got) + pieces.rest() == "\ufffd" * 40
+
+
 def test_totals_add_up():
     from specdiff.stats import GenerationStats
 

@@ -13,6 +13,10 @@ Mark = bool | None
 """Of a token: True drafted and accepted, False the target's own, None not known or not asked for."""
 
 
+LONGEST = 8
+"""Held tokens after which text is shown as it is: a character has at most 4 bytes, so it will not become one any more."""
+
+
 class Detokenizer:
     """Turns ids into text one at a time; holds back what is not yet a whole character."""
 
@@ -25,7 +29,8 @@ class Detokenizer:
         """The text that ``token`` adds; empty while a character is incomplete."""
         self._ids.append(token)
         before, now = self._decode(self._shown, self._seen), self._decode(self._shown, None)
-        if len(now) <= len(before) or now.endswith("\ufffd"):
+        patient = len(self._ids) - self._seen < LONGEST
+        if patient and (len(now) <= len(before) or now.endswith("\ufffd")):
             return ""
         self._shown, self._seen = self._seen, len(self._ids)
         return now[len(before) :]
