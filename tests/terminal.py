@@ -88,8 +88,10 @@ class Terminal:
 
 
 def _own_terminal() -> None:
-    """Make the pseudo-terminal the controlling one, so that Ctrl-C reaches the program."""
+    """Make the pseudo-terminal the controlling one, and let Ctrl-C through even where the tests' own shell ignores it."""
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

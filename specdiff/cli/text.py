@@ -14,7 +14,7 @@ Mark = bool | None
 
 
 LONGEST = 8
-"""Held tokens after which text is shown as it is: a character has at most 4 bytes, so it will not become one any more."""
+"""Held tokens after which text is shown as it is; a character has at most 4 bytes, so it will not become one."""
 
 
 class Detokenizer:
