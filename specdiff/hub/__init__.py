@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "DEFAULT_DRAFTER", "cache_folder", "ensure_default", "load_drafter", "load_target"]
 
-DEFAULT_DRAFTER = "smollm2-135m-instruct"
+DEFAULT_DRAFTER = "smollm2-135m-instruct+lookup"
 """Zoo name of the drafter that ships for the offline default target."""
 
 _TOKENIZER_OPTIONS = (

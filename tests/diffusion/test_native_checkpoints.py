@@ -68,7 +68,7 @@ def same_logits(lm, net, ids):
     """The loaded model computes what the original does."""
     n = ids.shape[1]
     got = lm.model(input_ids=ids, attention_mask=torch.zeros(1, 1, n, n)).logits[0]
-    assert torch.allclose(got, net(ids[0]), atol=1e-5)
+    assert torch.allclose(got, net(ids[0]), atol=1e-4)
 
 
 def test_llada_by_remap(tmp_path):
