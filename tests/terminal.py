@@ -88,7 +88,7 @@ class Terminal:
 
 
 def _own_terminal() -> None:
-    """Make the pseudo-terminal the controlling one, and let Ctrl-C through even where the tests' own shell ignores it."""
+    """Make the pseudo-terminal the controlling one, and let Ctrl-C through even where the tests run ignoring it."""
     import fcntl
     import signal
     import termios
