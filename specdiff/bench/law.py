@@ -312,5 +312,14 @@ def chi_square_check(
         level=level,
         power=power,
         detectable=tests[0].detectable,
-        notes=sorted({note for part in stats for note in part.notes}),
+        notes=sorted({note for part in stats for note in part.notes} | _idle(wrapped, proposed)),
     )
+
+
+def _idle(wrapped: SpecDiff, proposed: int) -> set[str]:
+    """A warning when the check says nothing about drafting."""
+    if wrapped.drafter is None or proposed:
+        return set()
+    return {
+        "nothing was drafted, so only plain decoding was tested; take a prompt for which this drafter proposes tokens"
+    }

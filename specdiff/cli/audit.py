@@ -164,6 +164,8 @@ def _show_law(result: Any) -> None:
             f"          power: a bias of {result.detectable:.3f} total variation or more would be found "
             f"with probability {result.power:g}; a right sampler fails with probability {result.level:g}"
         )
+    for note in result.notes:
+        print(f"          note: {note}")
     sys.stdout.flush()
 
 

@@ -13,7 +13,7 @@ from specdiff.bench.audit import chi_square_check, exact_law
 from specdiff.bench.chi2 import chi2_critical, chi2_sf, detectable_variation, fit_test, noncentral_sf
 from specdiff.bench.law import draw_texts, law_tests, marginal, prepared
 from specdiff.errors import InvalidInputError
-from specdiff.testing import RandomDrafter
+from specdiff.testing import RandomDrafter, ReplayDrafter
 
 PROMPT = torch.tensor([2, 1, 2, 0, 1])
 RULES = ("token", "block", "coupled")
@@ -201,3 +201,11 @@ def test_too_short_or_too_large_is_refused():
         chi_square_check(model, SlantedDrafter(12, 2), PROMPT, tokens=4)
     with pytest.raises(InvalidInputError, match="top_k=3"):
         exact_law(model, PROMPT, 6, do_sample=True, top_k=0)
+
+
+def test_a_drafter_that_proposes_nothing_is_pointed_out():
+    model = tiny_llama(6)
+    silent = chi_square_check(model, ReplayDrafter(torch.zeros(1, 0, dtype=torch.long)), PROMPT, draws=100, rows=100)
+    assert silent.acceptance_rate is None and any("nothing was drafted" in note for note in silent.notes)
+    spoken = chi_square_check(model, RandomDrafter(6, 2), PROMPT, draws=100, rows=100)
+    assert not spoken.notes
