@@ -216,7 +216,7 @@ def test_a_model_that_looks_ahead_is_refused():
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=16,
-        initializer_range=1,
+        initializer_range=1.0,
     )
     with pytest.raises(UnsupportedError, match="not causal"):
         SpecDiff(BertLMHeadModel(config).eval())

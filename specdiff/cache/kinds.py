@@ -72,6 +72,17 @@ def layer_plans(config: PreTrainedConfig) -> list[LayerPlan] | None:
     return plans or None
 
 
+def hides_a_window(config: PreTrainedConfig, plans: list[LayerPlan] | None) -> bool:
+    """Whether the model masks a window by itself that its cache knows nothing of (GPT-Neo's local attention).
+
+    Such a mask counts columns back from the end of the keys, which is only right where all rows begin together.
+    """
+    text = config.get_text_config()
+    names = ("window_size", "attention_window", "attention_window_size", "local_window_size")
+    own = any(isinstance(getattr(text, name, None), int) for name in names)
+    return own and not any(plan.window for plan in plans or ())
+
+
 def kinds_in_words(plans: list[LayerPlan] | None) -> str:
     """``full``, ``full, sliding``, ...: the distinct kinds of a model's layers."""
     if plans is None:
@@ -86,6 +97,11 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder model; specdiff wraps decoder-only causal LMs"
     if not hasattr(model, "generate") or not model.can_generate():
         return "it has no language-modelling head to generate with; load it with AutoModelForCausalLM"
+    if getattr(config.get_text_config(), "keep_window_size", None) is not None:
+        return (
+            "its dynamic mask picks keep_window_size keys per pass, and in transformers a pass over several tokens "
+            "picks others than passes over one token do once the text is longer; use plain generate for it"
+        )
     implementations = {
         getattr(part, "_attn_implementation", None) or "eager" for part in (config, config.get_text_config())
     }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from specdiff.cache.kinds import LayerPlan, kinds_in_words, layer_plans
+from specdiff.cache.kinds import LayerPlan, hides_a_window, kinds_in_words, layer_plans
 from specdiff.cache.passes import ModelCall
 from specdiff.cache.states import GroupedState, RaggedState, Serving
 from specdiff.errors import UnsupportedError
@@ -145,7 +145,8 @@ def _candidates(call: ModelCall, plans: list[LayerPlan] | None) -> Iterator[Serv
     recurrent = any(plan.states for plan in own)
     attention = {(plan.attention, plan.window) for plan in own if plan.attention}
     ragged = []
-    if own and ({"attention_mask", "position_ids"} <= call.parameters or not attention):
+    apart = not hides_a_window(call.model.config, plans)
+    if own and apart and ({"attention_mask", "position_ids"} <= call.parameters or not attention):
         if len(attention) < 2:
             ragged.append(Serving("ragged", plans=own))
         if attention:

@@ -174,7 +174,7 @@ class _Reference:
 
     def _greedy(self) -> Tensor:
         """``Long[3, n]`` from transformers' own generate, row by row, checked against the uncached pass."""
-        texts = []
+        texts: list[Tensor] = []
         for row in self.rows:
             out = self.model.generate(
                 row, attention_mask=torch.ones_like(row), max_new_tokens=self.new_tokens, do_sample=False

@@ -53,7 +53,7 @@ def render(results: Sequence[FamilyResult], versions: dict[str, str], *, mode: s
     if excused:
         rest = buildable - len(excused)
         share += (
-            f" {len(excused)} of the refused ones cannot be served because of a fault in transformers named below; "
+            f" {len(excused)} of the refused ones fail in transformers itself, as named below; "
             f"without them it is {counts['works']} of {rest} ({_percent(counts['works'], rest)})."
         )
     cases = {

@@ -2,5 +2,17 @@
 
 from __future__ import annotations
 
-UPSTREAM: dict[str, str] = {}
-"""Model type to what is wrong in the installed transformers."""
+_SCAN = "its scan takes no initial state, so a multi-token step drops the filled one"
+_ASSISTANT = "a drafter of another model, whose keys and values it needs; generate fails on it alone"
+
+UPSTREAM: dict[str, str] = {
+    "blt": "its configuration has no num_hidden_layers, so no cache can be made for it and generate fails",
+    "doge": "a pass over several tokens picks other keys for its dynamic mask than passes over one token do",
+    "falcon_mamba": _SCAN,
+    "gemma4_assistant": _ASSISTANT,
+    "gemma4_unified_assistant": _ASSISTANT,
+    "jamba": _SCAN,
+    "mamba": _SCAN,
+    "zamba": _SCAN,
+}
+"""Model type to what is wrong, or cannot be run, in the installed transformers."""
