@@ -73,9 +73,9 @@ def all_cases() -> list[Case]:
 def pairwise_cases(turn: int = 0) -> list[Case]:
     """Twelve cases in which every pair of two settings occurs; ``turn`` rotates which other settings they meet."""
     cases = []
-    for at, (block, drafter) in enumerate(itertools.product(range(len(BLOCKS)), range(len(DRAFTERS)))):
+    for block, drafter in itertools.product(range(len(BLOCKS)), range(len(DRAFTERS))):
         rule = ("greedy", "coupled")[(block + drafter + turn) % 2]
-        batch = (1, 3)[(block // 2 + drafter + at // 6 + turn // 2) % 2]
+        batch = (1, 3)[(block // 2 + drafter + turn // 2) % 2]
         cases.append(Case(rule, batch, BLOCKS[block], DRAFTERS[drafter]))
     return cases
 
