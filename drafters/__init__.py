@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Drafters: models, checkpoint formats, training and the zoo."""

@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Checkpoint layouts of other projects (none yet: the z-lab layout is in ``drafters.saving``)."""

@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Training a drafter: text, features, steps, evaluation in the serving path."""

@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Trained drafters that ship with the package, one folder each."""

@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Measuring: speed, acceptance, cost curves, and the checks behind ``specdiff audit``."""

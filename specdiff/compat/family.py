@@ -243,16 +243,17 @@ class _Reference:
                 self.result.notes.append("the text is that of the uncached pass, not that of generate")
                 continue
             place = int((got != wanted).nonzero()[0])
-            margin = self._margin(at, wanted, place, case.rule)
+            margin = self._margin(at, wanted, place, int(got[place]), case.rule)
             if margin < TIE:
                 self.result.ties.append(margin)
             else:
                 self.result.wrong.append(f"{name}: row {at} differs at token {place} (margin {margin:.2g})")
 
-    def _margin(self, at: int, wanted: Tensor, place: int, rule: str) -> float:
-        """How far the best token of one place leads, as a share of the logits' spread, in the uncached pass.
+    def _margin(self, at: int, wanted: Tensor, place: int, other: int, rule: str) -> float:
+        """How far the best token of one place leads over the two that were chosen, in the uncached pass.
 
-        Coupled decoding takes the largest log p + g, with the Gumbel noise g = -log(exponential) of that position.
+        A share of the logits' spread. Coupled decoding takes the largest log p + g, with the Gumbel noise
+        g = -log(exponential) of that position.
         """
         whole = torch.cat([self.rows[at], wanted[None, :place]], dim=1)
         logits = ModelCall(self.model).uncached(whole)[0][0, -1].float()
@@ -260,10 +261,8 @@ class _Reference:
         if rule == "coupled":
             noise = Noise(torch.tensor([self.seeds[at]])).round(torch.tensor([whole.shape[1]]))
             scores = logits.log_softmax(-1) - noise.coupled(1, torch.arange(len(logits)))[0, 0].log()
-            if int(scores.argmax()) != int(wanted[place]):
-                return float("inf")
-        top = scores.topk(2).values
-        return float(top[0] - top[1]) / float(logits.std())
+        lowest = min(float(scores[int(wanted[place])]), float(scores[other]))
+        return (float(scores.max()) - lowest) / float(logits.std())
 
 
 def _generate_fails(model: Any) -> str | None:

@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Native mode: diffusion language models decoding on their own."""

@@ -1,1 +1,1 @@
-"""TODO one line."""
+"""Showing what was measured: terminal tables and one HTML page."""
