@@ -49,6 +49,16 @@ _CLASSES: dict[type, tuple[str | None, bool]] = {
 }
 
 
+FAULTS = {
+    "moshi": (
+        "in transformers its cache forgets what lies behind the window while its uncached pass attends to it, so past the "
+        "window no text is the right one"
+    ),
+    "reformer": "in transformers its pass fails on position_ids as soon as it pads the text to whole chunks",
+}
+"""Faults of transformers that a short pass cannot show, by model type."""
+
+
 def layer_plans(config: PreTrainedConfig) -> list[LayerPlan] | None:
     """One plan per cache layer, or None when the configuration has a kind of layer that is not known here."""
     try:
@@ -97,6 +107,8 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder model; specdiff wraps decoder-only causal LMs"
     if not hasattr(model, "generate") or not model.can_generate():
         return "it has no language-modelling head to generate with; load it with AutoModelForCausalLM"
+    if config.model_type in FAULTS:
+        return f"{FAULTS[config.model_type]}; use plain generate for it"
     if getattr(config.get_text_config(), "keep_window_size", None) is not None:
         return (
             "its dynamic mask picks keep_window_size keys per pass, and in transformers a pass over several tokens "

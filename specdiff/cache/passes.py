@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdiff.errors import UnsupportedError
 
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "past_buckets_states", "mems")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """What the cache is called in a model's forward, newest first (``past_key_values`` is a deprecated alias in 5.24)."""
 
 Keep = int | Tensor
