@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
+from specdiff.cache.passes import inner_model
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.loop import DEFAULT_CHUNK, Decoding, Job, Row, needs_step
 from specdiff.settings import check_generation_config, check_model_kwargs
@@ -63,7 +64,7 @@ class Bound:
         """Decode; see :meth:`SpecDiff.__call__`."""
         owner = self.owner
         own = {"seed": seed, "generator": generator, "rule": rule, "block_size": block_size} | self.own
-        if model is not owner.ar:
+        if model is not owner.ar and model is not inner_model(owner.ar):
             raise UnsupportedError(
                 "this SpecDiff wraps another model than the one generate was called on; make one for it"
             )

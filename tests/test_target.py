@@ -252,3 +252,61 @@ def test_probe_runs_once_per_model_object():
 def test_bfloat16_targets_are_served_and_a_dropped_state_is_still_noticed():
     assert Target(default_model("llama").bfloat16()).serving.mode == "ragged"
     assert Target(default_model("mamba").bfloat16()).serving.stepwise
+
+
+def test_compiled_targets_are_refused_with_the_remedy():
+    model = default_model("llama")
+    with pytest.raises(UnsupportedError, match="wrap the model before compiling"):
+        SpecDiff(torch.compile(model))
+    model.compile()
+    with pytest.raises(UnsupportedError, match="wrap the model before compiling"):
+        SpecDiff(model)
+
+
+def test_weights_that_accelerate_keeps_elsewhere():
+    from accelerate import cpu_offload
+
+    model = default_model("llama")
+    ids, mask = prompt(6, 4)
+    text = greedy_texts(model, ids, mask, 8)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.get_input_embeddings().weight.device.type == "meta"
+    sd = SpecDiff(model, ReplayDrafter(text, block_size=3, wrong_at=(1,)), fast="off")
+    assert torch.equal(sd.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)[:, 6:], text)
+
+
+class Wrapper(torch.nn.Module):
+    """What PEFT's wrapper is to callers: forwards everything to the model inside, whose weights may be switched."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self) -> Any:
+        return self.base
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base.generate(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
+
+
+def test_adapter_wrappers_are_served_and_switched_weights_count_at_once():
+    model = Wrapper(default_model("llama")).eval()
+    ids, _ = prompt(7)
+    mask = torch.ones_like(ids)
+    text = greedy_texts(model, ids, mask, 10)
+    sd = SpecDiff(model, ReplayDrafter(text, block_size=3, wrong_at=(1,)), fast="off")
+    assert torch.equal(sd.generate(ids, max_new_tokens=10, do_sample=False)[:, 7:], text)
+    with torch.no_grad():
+        model.base.lm_head.weight.mul_(-1)
+    other = greedy_texts(model, ids, mask, 10)
+    assert not torch.equal(other, text)
+    assert torch.equal(sd.generate(ids, max_new_tokens=10, do_sample=False)[:, 7:], other)

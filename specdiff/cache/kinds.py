@@ -51,8 +51,8 @@ _CLASSES: dict[type, tuple[str | None, bool]] = {
 
 FAULTS = {
     "moshi": (
-        "in transformers its cache forgets what lies behind the window while its uncached pass attends to it, so past the "
-        "window no text is the right one"
+        "in transformers its cache forgets what lies behind the window while its uncached pass attends to it, so past "
+        "the window no text is the right one"
     ),
     "reformer": "in transformers its pass fails on position_ids as soon as it pads the text to whole chunks",
 }
@@ -102,6 +102,8 @@ def kinds_in_words(plans: list[LayerPlan] | None) -> str:
 
 def refusal(model: PreTrainedModel) -> str | None:
     """Why this model cannot be served at all, with the remedy, or None when nothing rules it out at sight."""
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        return "it is compiled, and passes of ever new shapes would compile again and again; wrap the model before compiling"
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; specdiff wraps decoder-only causal LMs"

@@ -21,6 +21,11 @@ Keep = int | Tensor
 """Which inputs the head is computed for: the last n, or the given indices."""
 
 
+def inner_model(model: Any) -> Any:
+    """The model inside an adapter's wrapper (PEFT), which hands calls and keyword arguments on; else the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class ModelCall:
     """How to call one model.
 
@@ -30,14 +35,20 @@ class ModelCall:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.parameters = set(inspect.signature(model.forward).parameters)
+        self.parameters = set(inspect.signature(inner_model(model).forward).parameters)
         self.cache_name = next((name for name in CACHE_NAMES if name in self.parameters), None)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        weight = getattr(self.model.get_input_embeddings(), "weight", None)
-        return weight.device if weight is not None else self.model.device
+        embedding = self.model.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)
+        device = weight.device if weight is not None else self.model.device
+        hook = getattr(embedding, "_hf_hook", None)
+        runs_on = getattr(hook, "execution_device", None)
+        if device.type == "meta" and runs_on is not None:  # weights that accelerate keeps elsewhere between calls
+            return torch.device(runs_on)
+        return device
 
     def uncached(
         self, ids: Tensor, *, keep: Keep | None = None, taps: Sequence[int] = ()
