@@ -103,7 +103,7 @@ def kinds_in_words(plans: list[LayerPlan] | None) -> str:
 def refusal(model: PreTrainedModel) -> str | None:
     """Why this model cannot be served at all, with the remedy, or None when nothing rules it out at sight."""
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        return "it is compiled, and passes of ever new shapes would compile again and again; wrap the model before compiling"
+        return "it is compiled, and passes of ever new shapes would compile again; wrap the model before compiling"
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; specdiff wraps decoder-only causal LMs"

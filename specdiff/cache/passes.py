@@ -22,7 +22,7 @@ Keep = int | Tensor
 
 
 def inner_model(model: Any) -> Any:
-    """The model inside an adapter's wrapper (PEFT), which hands calls and keyword arguments on; else the model itself."""
+    """The model inside an adapter's wrapper (PEFT), which hands calls and keyword arguments on; else the model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
