@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from specdiff.compat.family import BLOCKS, NEW_TOKENS, PROMPTS, FamilyResult
+from specdiff.compat.family import BLOCKS, NEW_TOKENS, PROMPTS, TIE, FamilyResult
 from specdiff.compat.tiny import WINDOW
 from specdiff.compat.upstream import UPSTREAM
 
@@ -19,7 +19,9 @@ configuration (shrunk by the rules of `specdiff/compat/tiny.py`, exceptions in `
 {tokens} tokens with drafters whose guesses are always wrong, always right, or right up to the middle of a block, with
 blocks of {blocks} (sliding windows are {window}), for one prompt and for {rows} left-padded ones of {prompts} tokens,
 greedily and coupled. Greedy text must equal `transformers`' own `generate` of each row alone; coupled text must equal
-specdiff's own plain decoding with the same seed. {cases}
+specdiff's own plain decoding with the same seed. {cases} Besides, the logits of twelve ragged
+rounds on random tokens, past every window, must be those of the uncached pass within {tie:g} of their spread (largest
+among those that work: {gap:.1g}).
 
 | result | architectures |
 |---|---|
@@ -75,6 +77,8 @@ def render(results: Sequence[FamilyResult], versions: dict[str, str], *, mode: s
         wrong=wrong,
         unbuilt=counts["not built"],
         share=share,
+        tie=TIE,
+        gap=max((result.gap for result in results if result.status == "works"), default=0.0),
     )
     parts = [head]
     for title, statuses in (
