@@ -88,10 +88,15 @@ class DraftSession(Protocol):
 class Drafter(Protocol):
     """Proposes blocks of tokens. Holds weights and settings, no request state; never edits the target."""
 
-    block_size: int
-    """K, the largest number of drafted tokens per proposal."""
-    taps: Sequence[int]
-    """Target layer ids whose output states the drafter reads (``hidden_states[i + 1]``); empty for none."""
+    @property
+    def block_size(self) -> int:
+        """K, the largest number of drafted tokens per proposal."""
+        ...
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Target layer ids whose output states the drafter reads (``hidden_states[i + 1]``); empty for none."""
+        ...
 
     def start(self, request: DraftRequest) -> DraftSession:
         """Open the state for one call of ``generate``."""

@@ -169,8 +169,8 @@ def fit_direct_path(
     energy = sum(float(p.truth[0].square().sum()) for p in data)
     explained = float((2 * (weights * cross).sum() - (weights * (gram @ weights)).sum()) / energy)
     split = len(config.target_layer_ids) * hidden
-    model.options["state"].weight.copy_(weights[:split].T)
-    model.options["token"].weight.copy_(weights[split:].T)
+    model.option("state").weight.copy_(weights[:split].T)
+    model.option("token").weight.copy_(weights[split:].T)
     guess = torch.cat([x @ weights for x in known])
     truth = [torch.cat([p.truth[k] for p in data]) for k in range(slots)]
     mean = guess.mean(0)
@@ -179,19 +179,19 @@ def fit_direct_path(
         gain = (centred * (truth[k] - truth[k].mean(0))).sum(0) / centred.square().sum(0).clamp(min=1e-6)
         if k == 0:
             gain = torch.ones_like(gain)
-        model.options["gain"].weight[k] = gain
-        model.options["slot"].weight[k] = truth[k].mean(0) - gain * mean
+        model.option("gain").weight[k] = gain
+        model.option("slot").weight[k] = truth[k].mean(0) - gain * mean
     if config.late_mlp:
         window = config.correction_window
         gram, cross = torch.zeros(window * hidden, window * hidden), torch.zeros(window * hidden, hidden)
         for k in range(1, slots):
-            left = truth[k] - (guess * model.options["gain"].weight[k] + model.options["slot"].weight[k])
+            left = truth[k] - (guess * model.option("gain").weight[k] + model.option("slot").weight[k])
             nearest = [torch.cat([p.tokens[k - j] for p in data]) for j in range(min(k, window))]
             nearest += [torch.zeros_like(nearest[0])] * (window - len(nearest))
             x = torch.cat(nearest, 1)
             gram += x.T @ x
             cross += x.T @ left
-        model.options["inject"].token_proj.weight.copy_(_ridge(gram, cross, ridge).T)
+        model.option("inject").token_proj.weight.copy_(_ridge(gram, cross, ridge).T)
     logger.info("direct path fitted on %d anchors: %.1f%% of the energy explained", len(guess), 100 * explained)
     return explained
 

@@ -38,6 +38,8 @@ class BlockObjective(nn.Module):
         columns: ``Long[V]`` column of each target id in the draft vocabulary, -1 outside it.
     """
 
+    drafter: DFlashDrafter
+
     def __init__(self, drafter: DFlashDrafter, config: LossConfig) -> None:
         super().__init__()
         self.model = drafter.model  # the only thing registered: what is trained
@@ -48,7 +50,7 @@ class BlockObjective(nn.Module):
 
     def slots(self, batch: Batch) -> Tensor:
         """Normed states ``[B, A, K, H]`` of all slots, the document's own tokens before each (teacher forcing)."""
-        drafter: DFlashDrafter = self.drafter
+        drafter = self.drafter
         anchor_ids = batch.ids.gather(1, batch.anchors)
         features = drafter.model.tap_features(batch.taps.to(drafter.model.fc.weight.dtype))
         x = drafter.states(features, batch.anchors, anchor_ids, batch.tokens.shape[2], batch.valid)
