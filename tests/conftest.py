@@ -8,8 +8,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).parent
+
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # several workers, each with threads for all cores, would wait for one another most of the time
+    share = max(1, (os.cpu_count() or 1) // int(workers))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    torch.set_num_threads(share)
 
 STRICT = bool(os.environ.get("SPECDIFF_STRICT_SKIPS"))
 _unlisted: list[str] = []
@@ -61,7 +68,18 @@ def pytest_terminal_summary(terminalreporter) -> None:
             terminalreporter.line(line)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error) -> None:
+    """A worker of pytest-xdist tells its skipped modules: only skipped tests reach the controller by themselves."""
+    for line in getattr(node, "workeroutput", {}).get("unlisted", []):
+        if line not in _unlisted:
+            _unlisted.append(line)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["unlisted"] = _unlisted
+        return
     if STRICT and _unlisted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
