@@ -35,7 +35,7 @@ from cases import (
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from specdiff import SpecDiff
+from specdiff import DiffusionLM, DLMSpec, SpecDiff
 from specdiff.errors import UnsupportedError
 from specdiff.testing import ReplayDrafter
 
@@ -306,8 +306,12 @@ def test_b28_every_call_is_as_of_a_fresh_object(make, sampling):
     if sampling:
         arguments |= {"seed": 5, "temperature": 1.5}
     kept = SpecDiff(target(), make())
-    for prompts, streaming in calls:
+    diffusion = DiffusionLM(target(), DLMSpec(name="same weights", mask_id=100, shift=1, block_size=4))
+    for number, (prompts, streaming) in enumerate(calls):
         ids, mask = left_padded(prompts)
+        if number == len(calls) - 1:  # the same model object decodes in native mode in between
+            denoised = diffusion.generate(torch.tensor([prompts[0]]), max_new_tokens=8)
+            assert denoised.shape == (1, len(prompts[0]) + 8)
         one, two = Recorder(), Recorder()
         got = run(kept, ids, mask, **arguments, **({"streamer": one} if streaming else {}))
         want = run(SpecDiff(target(), make()), ids, mask, **arguments, **({"streamer": two} if streaming else {}))
