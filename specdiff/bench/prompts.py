@@ -115,20 +115,24 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return picked[:count]
 
 
-def encode(tokenizer: Any, text: str, *, raw: bool = False) -> Tensor:
-    """``Long[P]`` ids of one user message under the tokenizer's chat template, or of the bare text.
+def encode(tokenizer: Any, prompt: str | list[dict[str, str]], *, raw: bool = False) -> Tensor:
+    """``Long[P]`` ids of a prompt: messages, or one user message, under the tokenizer's chat template.
 
-    The bare text is used with ``raw`` and for tokenizers without a chat template.
+    A text is used bare with ``raw`` and for tokenizers without a chat template.
+
+    Raises:
+        InvalidInputError: the prompt is empty, or messages are given and the tokenizer has no chat template.
     """
-    if raw or not getattr(tokenizer, "chat_template", None):
-        ids = tokenizer(text)["input_ids"]
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(prompt, str) and (raw or not template):
+        ids = tokenizer(prompt)["input_ids"]
+    elif not template:
+        raise InvalidInputError("this model's tokenizer has no chat template; use specdiff generate")
     else:
-        chat = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     if not ids:
-        raise InvalidInputError(f"the tokenizer made no tokens of the prompt {text!r}")
+        raise InvalidInputError("the prompt is empty")
     return torch.tensor(ids, dtype=torch.long)
 
 

@@ -205,18 +205,9 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, str]], *, raw: bool = Fa
     Raises:
         InvalidInputError: the prompt is empty, or messages are given and the tokenizer has no chat template.
     """
-    if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-    elif not tokenizer.chat_template:
-        raise InvalidInputError("this model's tokenizer has no chat template; use specdiff generate")
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-    if not ids.shape[1]:
-        raise InvalidInputError("the prompt is empty")
-    return ids
+    from specdiff.bench import prompts
+
+    return prompts.encode(tokenizer, prompt, raw=raw)[None]
 
 
 def _dtype(name: str) -> Any:

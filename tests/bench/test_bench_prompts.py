@@ -79,7 +79,7 @@ def test_encode_and_pad():
     assert ids.shape == (5,)
     padded, mask = left_padded([ids, ids[:2]], 0)
     assert padded[1].tolist() == [0, 0, 0, *ids[:2].tolist()] and mask[1].tolist() == [0, 0, 0, 1, 1]
-    with pytest.raises(InvalidInputError, match="no tokens"):
+    with pytest.raises(InvalidInputError, match="prompt is empty"):
         encode(StubTokenizer(32), "")
 
     class Chatty(StubTokenizer):
