@@ -306,10 +306,12 @@ def test_chat_commands(tiny, piped):
     done = piped(["chat", "--max-new-tokens", "8", "--temperature", "1", *tiny], stdin=typed)
     assert done.returncode == 0, done.stderr
     for text in (
-        "/reset", "answers          1", "new tokens       8", "tau  ", "(seed not set)", "(seed 5)", "not 'x'",
+        "/reset", "answers          1", "tau  ", "(seed not set)", "(seed 5)", "not 'x'",
         "(colours on)", "no command /nonsense",
     ):  # fmt: skip
         assert text in done.stdout, text
+    count = re.search(r"new tokens +(\d+)", done.stdout)
+    assert count and 1 <= int(count[1]) <= 8  # unseeded at temperature 1: it may end early
     assert len(done.stderr.splitlines()) == 1, "nothing is answered after /quit"
 
 
