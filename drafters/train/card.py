@@ -9,7 +9,7 @@ from typing import Any
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.corpus import Document
 from specdiff.drafters.train.evaluate import Acceptance
-from specdiff.drafters.train.trainer import TrainConfig, TrainState
+from specdiff.drafters.train.loop import TrainConfig, TrainState
 
 
 def sources(documents: Sequence[Document]) -> str:

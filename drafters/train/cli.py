@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specdiff.drafters.train.build import Shape
+from specdiff.drafters.train.loop import TrainConfig
 from specdiff.drafters.train.pipeline import Outcome, Plan
 from specdiff.drafters.train.regenerate import Recipe
 from specdiff.drafters.train.step import LossConfig
-from specdiff.drafters.train.trainer import TrainConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,11 @@ class Acceptance:
     def mean(self) -> float:
         """1 + mean accepted length over all anchors."""
         return 1.0 + sum(self.by_position)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What the run's log keeps."""
+        return {"tau": self.tau, "by_position": self.by_position, "mean": self.mean}
 
 
 @torch.no_grad()

@@ -19,8 +19,9 @@ from specdiff.drafters.train.card import card
 from specdiff.drafters.train.corpus import Document, expand, read_shard, write_shard
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
+from specdiff.drafters.train.loop import TrainConfig, TrainState
 from specdiff.drafters.train.regenerate import Generate, Recipe, read_prompts, regenerate
-from specdiff.drafters.train.trainer import TrainConfig, Trainer, TrainState
+from specdiff.drafters.train.trainer import Trainer
 from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ class _Switch(threading.local):
     """Which inputs of the running forward are noisy; one value per thread."""
 
     noisy: Tensor | None = None
+    everywhere: bool = False
 
 
 class LowRankLinear(nn.Module):
@@ -58,6 +59,8 @@ class LowRankLinear(nn.Module):
         if noisy is None:
             return y
         extra = (x @ self.down.T) @ self.up.T
+        if self._switch.everywhere:
+            return y + self.scale * extra
         return torch.where(noisy[..., None], y + self.scale * extra, y)
 
 
@@ -134,18 +137,28 @@ class DualAdapter(nn.Module):
     @contextlib.contextmanager
     def rows(self, noisy: Tensor) -> Iterator[None]:
         """Within the context the adapter acts where ``noisy``: ``Bool[A, T]``; elsewhere the base is exact."""
-        before = self._switch.noisy
+        before = self._switch.noisy, self._switch.everywhere
         self._switch.noisy = noisy if bool(noisy.any()) else None
+        self._switch.everywhere = bool(noisy.all())
         try:
             yield
         finally:
-            self._switch.noisy = before
+            self._switch.noisy, self._switch.everywhere = before
 
-    def save(self, folder: str | Path, spec: DLMSpec, **notes: Any) -> None:
-        """Write the adapter's weights and its description; the base is not in it."""
+    def save(self, folder: str | Path, spec: DLMSpec, *, dtype: torch.dtype | None = None, **notes: Any) -> None:
+        """Write the adapter's weights and its description; the base is not in it.
+
+        Args:
+            folder: made if it is not there.
+            spec: how the dual-mode model is to be decoded.
+            dtype: of the file; default: the adapter's own.
+            **notes: further entries of the description.
+        """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        save_file({k: v.detach().contiguous() for k, v in self.state_dict().items()}, path / WEIGHTS)
+        save_file(
+            {k: v.detach().to(dtype or v.dtype).contiguous() for k, v in self.state_dict().items()}, path / WEIGHTS
+        )
         values = {
             "kind": "dual",
             "rank": self.rank,

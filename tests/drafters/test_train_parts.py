@@ -278,7 +278,7 @@ sys.path.insert(0, {here!r})
 import json, pathlib, torch, tiny
 from specdiff.drafters.train.build import Shape
 from specdiff.drafters.train.pipeline import Plan, run
-from specdiff.drafters.train.trainer import TrainConfig
+from specdiff.drafters.train.loop import TrainConfig
 torch.set_num_threads(1)
 folder = pathlib.Path(sys.argv[1])
 plan = Plan(

@@ -17,8 +17,9 @@ from specdiff.drafters.train.build import Shape, build
 from specdiff.drafters.train.corpus import Document, write_shard
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import evaluate
+from specdiff.drafters.train.loop import TrainConfig
 from specdiff.drafters.train.step import BlockObjective, LossConfig
-from specdiff.drafters.train.trainer import TrainConfig, Trainer
+from specdiff.drafters.train.trainer import Trainer
 
 QUICK = {
     "mixed_precision": "no",

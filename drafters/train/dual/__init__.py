@@ -1,0 +1,1 @@
+"""Training of dual-mode adapters: a causal LM becomes a block-diffusion model beside itself."""
