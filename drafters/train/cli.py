@@ -10,12 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from specdiff.drafters.train.build import Shape
+from specdiff.drafters.train.dual import cli as dual
 from specdiff.drafters.train.loop import TrainConfig
 from specdiff.drafters.train.pipeline import Outcome, Plan
 from specdiff.drafters.train.regenerate import Recipe
 from specdiff.drafters.train.step import LossConfig
+from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "dflash": {"rows": 8, "anchors": 64, "lr": 6e-4, "gamma": 2.5, "hard": 0.2, "average": 0.99},
+    "dual": {"rows": 1, "anchors": 40, "lr": 2e-3, "gamma": 4.0, "hard": 0.3, "average": 0.98},
+}
+"""Options that both kinds have, with a default of their own."""
+ONLY = {
+    "dflash": (
+        "plain", "block_size", "layers", "taps", "vocabulary", "init", "correction", "markov_rank", "weighting",
+        "serve_prompts",
+    ),
+    "dual": (
+        "rank", "alpha", "block_sizes", "wsd", "drafting", "mask_ratios", "mask_level", "no_complement", "length",
+        "no_packing", "annealing", "inverse_t", "confidence_term",
+    ),
+}  # fmt: skip
+"""Options of one kind alone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", action="append", required=True, metavar="PATH",
         help="corpus shards (.npz, a folder, a pattern) or a .jsonl of prompts to answer first; may be given often",
     )  # fmt: skip
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="run folder; the drafter is DIR/drafter")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="run folder; the result is DIR/drafter or DIR/adapter"
+    )
     parser.add_argument("--fresh", action="store_true", help="do not continue an earlier run of DIR")
     budget = parser.add_argument_group("budget (at least one)")
     budget.add_argument("--max-hours", type=float, metavar="H", help="of the training stage; the schedule ends there")
@@ -45,17 +66,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--init", choices=("target", "random"), default="target", help="starting weights")
     shape.add_argument("--correction", type=int, default=0, metavar="WIDTH", help="gated correction head")
     shape.add_argument("--markov-rank", type=int, default=0, metavar="R", help="low-rank Markov head")
-    shape.add_argument("--mask-token-id", type=int, help="of a plain drafter (default: an id the corpus never uses)")
+    shape.add_argument("--mask-token-id", type=int, help="of a plain drafter or adapter (default: an unused id)")
     loop = parser.add_argument_group("training")
-    loop.add_argument("--rows", type=int, default=8, help="documents per step and process (default %(default)s)")
-    loop.add_argument("--anchors", type=int, default=64, help="random anchors per document (default %(default)s)")
+    loop.add_argument("--rows", type=int, help="documents per step and process (default 8; dual: 1)")
+    loop.add_argument("--anchors", type=int, help="random anchors per document (default 64; dual: 40 blocks)")
     loop.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    loop.add_argument("--lr", type=float, default=6e-4)
+    loop.add_argument("--lr", type=float, help="peak rate (default 6e-4; dual: 2e-3)")
     loop.add_argument("--weighting", choices=("decay", "dpace"), default="decay", help="weights of the slots")
-    loop.add_argument("--gamma", type=float, default=2.5, help="decay exp(-(k-1)/gamma) (default %(default)s)")
-    loop.add_argument("--hard", type=float, default=0.2, help="share of cross-entropy, the rest is KL")
-    loop.add_argument("--average", type=float, default=0.99, help="decay of the weight average, 0: none")
+    loop.add_argument("--gamma", type=float, help="decay exp(-(k-1)/gamma) (default 2.5; dual: 4)")
+    loop.add_argument("--hard", type=float, help="share of cross-entropy beside KL (default .2; dual: .3)")
+    loop.add_argument("--average", type=float, help="decay of the weight average, 0: none (default .99; dual: .98)")
     loop.add_argument("--evaluate-every", type=float, default=5.0, metavar="MIN", help="minutes between evaluations")
+    loop.add_argument("--evaluate-documents", type=int, default=48, metavar="N", help="held-out (default %(default)s)")
     loop.add_argument("--precision", choices=("bf16", "no"), default="bf16", help="autocast of the training pass")
     loop.add_argument("--seed", type=int, default=0)
     loop.add_argument("--serve-prompts", type=int, default=8, help="held-out prompts decoded at the end")
@@ -68,8 +90,27 @@ def _ids(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of layer ids") from error
 
 
+def settle(args: argparse.Namespace, kind: str) -> None:
+    """Fill in the defaults of ``kind`` and refuse options of the other kind.
+
+    Raises:
+        InvalidInputError: an option was given that ``kind`` does not have.
+    """
+    reference = argparse.ArgumentParser()
+    add_arguments(reference)
+    dual.add_arguments(reference)
+    for other, names in ONLY.items():
+        wrong = [n for n in names if other != kind and getattr(args, n) != reference.get_default(n)]
+        if wrong:
+            flags = ", ".join("--" + n.replace("_", "-") for n in wrong)
+            raise InvalidInputError(f"{flags} belongs to --kind {other}, not to --kind {kind}")
+    for name, value in DEFAULTS[kind].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def plan_of(args: argparse.Namespace, name: str) -> Plan:
-    """The run that the arguments describe."""
+    """The run that the arguments describe, after :func:`settle`."""
     return Plan(
         data=args.data,
         folder=args.out,
@@ -93,6 +134,7 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
             lr=args.lr,
             average=args.average,
             evaluate_every=args.evaluate_every,
+            evaluate_documents=args.evaluate_documents,
             mixed_precision=args.precision,
             seed=args.seed,
             loss=LossConfig(args.weighting, args.gamma, args.hard),

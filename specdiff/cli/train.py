@@ -1,4 +1,4 @@
-"""``specdiff train TARGET --data ... --out DIR``: a drafter for a model of one's own.
+"""``specdiff train TARGET --data ... --out DIR``: a drafter, or a dual-mode adapter, for a model of one's own.
 
 The stages live below the engine; what they need of it (decoding states to generate text, decoding with a drafter to
 judge it) is handed to them here.
@@ -17,10 +17,18 @@ from specdiff.drafters.base import Drafter
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    from specdiff.drafters.train.cli import add_arguments as add_training_arguments
+    from specdiff.drafters.train import cli as training
+    from specdiff.drafters.train.dual import cli as dual
 
     parser.add_argument("model", nargs="?", metavar="TARGET", help="folder or hub id; default: the offline model")
-    add_training_arguments(parser)
+    parser.add_argument(
+        "--kind",
+        choices=tuple(training.DEFAULTS),
+        default="dflash",
+        help="a DFlash drafter, or a dual-mode adapter that makes the model write by diffusion too (default dflash)",
+    )
+    training.add_arguments(parser)
+    dual.add_arguments(parser)
     add_target_arguments(parser)
 
 
@@ -30,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from specdiff.drafters.train import cli as training
     from specdiff.drafters.train.pipeline import run as run_plan
 
+    training.settle(args, args.kind)
     if not (args.max_hours or args.max_steps):
         from specdiff.errors import InvalidInputError
 
@@ -38,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(args)
     name = getattr(model.config, "_name_or_path", "") or args.target or "the offline model"
     plan = training.plan_of(args, str(name))
+    if args.kind == "dual":
+        return run_dual(args, plan, model, tokenizer)
     with training.Display() as display:
         outcome = run_plan(
             model,
@@ -49,6 +60,20 @@ def run(args: argparse.Namespace) -> int:
             tell=display,
         )
     training.show(outcome, args.out)
+    return codes.OK
+
+
+def run_dual(args: argparse.Namespace, plan: Any, model: Any, tokenizer: Any) -> int:
+    """Train a dual-mode adapter."""
+    from specdiff.drafters.train import cli as training
+    from specdiff.drafters.train.dual import cli as dual
+    from specdiff.drafters.train.dual.pipeline import run as run_plan
+
+    with training.Display() as display:
+        outcome = run_plan(
+            model, dual.plan_of(args, plan), tokenizer=tokenizer, generate=generator(model), tell=display
+        )
+    dual.show(outcome, args.out)
     return codes.OK
 
 

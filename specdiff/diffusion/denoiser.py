@@ -126,7 +126,7 @@ class Denoiser:
         self.vocab_size = int(self.config.vocab_size)
         spec.check_vocab(self.vocab_size)
         names = inspect.signature(model.forward).parameters
-        self._cache_name = next((n for n in ("cache", "past_key_values") if n in names), None)
+        self._cache_name = cache_argument(model)
         self._keep = "logits_to_keep" in names
         self._positions = "position_ids" in names
         self._use_cache = "use_cache" in names
@@ -247,6 +247,12 @@ class Denoiser:
             return additive_mask(near, self.dtype)
         masks = {"full_attention": seen, "sliding_attention": near}
         return {kind: additive_mask(masks[kind], self.dtype) for kind in kinds}
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Name under which the model's forward takes a key/value cache; newer transformers call it ``cache``."""
+    names = inspect.signature(model.forward).parameters
+    return next((n for n in ("cache", "past_key_values") if n in names), None)
 
 
 def _is_masked_lm(model: nn.Module) -> bool:

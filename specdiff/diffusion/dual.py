@@ -65,14 +65,18 @@ class LowRankLinear(nn.Module):
 
 
 class MaskEmbedding(nn.Module):
-    """The base's embedding, with a row of its own for the mask on noisy rows."""
+    """The base's embedding, with a row of its own for the mask on noisy rows.
+
+    The row starts as half the mean of all embeddings, "some token": what the base makes of it is far closer to the
+    model's own predictions than what it makes of a reserved token that it never saw (docs/native.md has figures).
+    """
 
     def __init__(self, base: nn.Embedding, mask_id: int, switch: _Switch) -> None:
         super().__init__()
         self._base = [base]
         self._switch = switch
         self.mask_id = mask_id
-        self.row = nn.Parameter(base.weight[mask_id].detach().clone())
+        self.row = nn.Parameter((base.weight.detach().float().mean(0) / 2).to(base.weight.dtype))
 
     def forward(self, ids: Tensor) -> Tensor:
         y = self._base[0](ids)

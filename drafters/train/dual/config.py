@@ -1,4 +1,4 @@
-"""What the noise, the attention and the loss of a dual-mode run look like; and the schedules that depend on progress."""
+"""Noise, attention and loss of a dual-mode run; and the schedules that depend on progress."""
 
 from __future__ import annotations
 

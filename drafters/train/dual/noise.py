@@ -77,7 +77,7 @@ def pack_rows(documents: Sequence[Document], length: int, pack: bool) -> list[Ro
 
 
 def block_starts(sizes: Sequence[tuple[int, int, int]], size: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` starts (columns of the row) of blocks of ``size``, drawn without repeats as long as there are enough.
+    """``count`` starts (columns of the row) of blocks of ``size``, repeated when the tiles run out.
 
     Blocks tile the response of every document from a random offset; when the tiles are used up, another offset gives
     more. A block has an anchor in front of it and at least two tokens of its document in it.
@@ -94,7 +94,8 @@ def block_starts(sizes: Sequence[tuple[int, int, int]], size: int, count: int, r
         for base, prompt, length in sizes:
             offset = int(rng.integers(min(size, length - 1 - prompt)))
             tiles += range(base + prompt + offset, base + length - 1, size)
-        found += rng.permutation(tiles).tolist()
+        order = rng.permutation(tiles).tolist()
+        found += [tile for tile in order if tile not in found] or order
     return np.array(found[:count])
 
 

@@ -1,5 +1,8 @@
-"""The loss of a dual-mode run: the frozen model reads the clean rows once, the adapted one reads the noisy blocks on top
-of the same keys and values and learns the model's own next-token laws from what little it sees."""
+"""The loss of a dual-mode run.
+
+The frozen model reads the clean rows once; the adapted one reads the noisy blocks on top of the same keys and values
+and learns the model's own next-token laws from what little it sees.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from specdiff.diffusion.denoiser import cache_argument
 from specdiff.diffusion.dual import DualAdapter
 from specdiff.diffusion.visibility import additive_mask
 from specdiff.drafters.train.dual.config import DualConfig
 from specdiff.drafters.train.dual.noise import NoisyBatch
+from specdiff.errors import UnsupportedError
 
 
 def clean_visibility(batch: NoisyBatch) -> Tensor:
@@ -59,6 +64,10 @@ class DualObjective(nn.Module):
         super().__init__()
         self.adapter = adapter
         self.config = config
+        name = cache_argument(adapter.base)
+        if name is None:
+            raise UnsupportedError(f"{type(adapter.base).__name__} takes no key/value cache: it has no dual mode")
+        self.cache_name = name
 
     @torch.no_grad()
     def clean(self, batch: NoisyBatch) -> tuple[Tensor, DynamicCache]:
@@ -71,9 +80,9 @@ class DualObjective(nn.Module):
             input_ids=batch.ids,
             attention_mask=additive_mask(clean_visibility(batch), dtype),
             position_ids=batch.place,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=batch.ids.shape[1] - first,
+            **{self.cache_name: cache},
         )
         row, block, slot = trained(batch).nonzero(as_tuple=True)
         # position anchor + 2 + slot is predicted one column before it
@@ -91,8 +100,8 @@ class DualObjective(nn.Module):
                 input_ids=ids.flatten(1),
                 attention_mask=additive_mask(noisy_visibility(batch), dtype),
                 position_ids=place.flatten(1),
-                past_key_values=cache,
                 use_cache=True,
+                **{self.cache_name: cache},
             )
         logits: Tensor = out.logits
         return logits.view(rows, blocks, size, -1)[:, :, :-1][trained(batch)]
