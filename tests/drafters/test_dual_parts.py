@@ -79,7 +79,7 @@ def test_mask_ratios_stay_in_their_band():
     batch = batch_of(64, seed=1, **config)
     share = float(batch.masked[batch.present].float().mean())
     assert abs(share - 0.5) < 0.06
-    assert 0.4 <= float(batch.rate.min()) and float(batch.rate.max()) <= 0.6
+    assert float(batch.rate.min()) >= 0.4 and float(batch.rate.max()) <= 0.6
     assert len(batch.rate.unique()) > 100
     assert len(batch_of(64, level="sequence", **config).rate.unique()) == 1
 
@@ -87,8 +87,8 @@ def test_mask_ratios_stay_in_their_band():
 def test_blocks_tile_the_responses_from_a_random_offset():
     seen = set()
     for seed in range(20):
-        starts = block_starts([(0, 3, 30), (30, 5, 20)], 4, 10, np.random.default_rng(seed))
-        assert len(set(starts.tolist())) == 10  # no repeats while there are enough tiles
+        starts = block_starts([(0, 3, 30), (30, 5, 20)], 4, 9, np.random.default_rng(seed))
+        assert len(set(starts.tolist())) == 9  # every offset has as many tiles
         assert all(3 <= s < 29 or 35 <= s < 49 for s in starts)
         seen |= {s % 4 for s in starts if s < 30}
     assert seen == {0, 1, 2, 3}
