@@ -24,7 +24,7 @@ def dual(seed: int = 0) -> DiffusionLM:
 
 
 def test_judge_reads_the_law_one_token_before():
-    model = tiny_llama()
+    model = tiny_llama().requires_grad_(False)
     ids = torch.tensor([[1, 5, 3, 7, 2]])
     law, top = judge(model, ids, 2)
     logits = model(ids).logits[0]
@@ -56,6 +56,8 @@ def test_the_table_agrees_with_what_must_hold():
         one = by["diffusion", 1, threshold]
         assert one.log_likelihood == pytest.approx(ar.log_likelihood, abs=1e-5)
         assert one.prefix_share == 1.0 and one.top_share == 1.0
+    assert by["left to right", 4, None].tokens_per_pass == pytest.approx(1.0, abs=0.1)
+    assert by["left to right", 1, None].prefix_share == 1.0
     assert by["diffusion", 4, 1.0].tokens_per_pass == pytest.approx(1.0, abs=0.1)
     assert by["diffusion", 4, 0.0].tokens_per_pass > 2.5
     assert by["diffusion", 4, 0.0].log_likelihood < ar.log_likelihood
