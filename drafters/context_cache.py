@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdiff.drafters.base import on_host
+
 
 class ContextCache:
     """Keys and values of committed positions for every draft layer, and how many each row holds.
@@ -54,7 +56,7 @@ class ContextCache:
             self.keys[layer].scatter_(2, index, k.to(self.keys.dtype))
             self.values[layer].scatter_(2, index, v.to(self.values.dtype))
         self.lengths = self.lengths + counts
-        self.longest = int(self.lengths.max()) if self.lengths.device.type == "cpu" else self.longest + width
+        self.longest = int(self.lengths.max()) if on_host(self.lengths) else self.longest + width
 
     def _reserve(self, needed: int) -> None:
         if needed <= self.capacity:

@@ -103,6 +103,17 @@ class Proposal:
         """K, the width of ``tokens``."""
         return self.tokens.shape[1]
 
+    def narrowed(self, width: int) -> Proposal:
+        """The first ``width`` slots; every length must be at most that."""
+
+        def cut(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[:, :width]
+
+        return Proposal(
+            self.tokens[:, :width], self.lengths, self.law, cut(self.logits), self.draft_ids, cut(self.written),
+            cut(self.delta),
+        )  # fmt: skip
+
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> Proposal:
         """A proposal of no tokens at all: plain autoregressive decoding."""

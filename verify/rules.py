@@ -12,6 +12,7 @@ from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.verify import block as block_rule
 from specdiff.verify import coupled as coupled_rule
 from specdiff.verify import greedy as greedy_rule
+from specdiff.verify import kernels
 from specdiff.verify import token as token_rule
 from specdiff.verify.draw import race
 from specdiff.verify.laws import Coupled, Proposal, Verdict
@@ -68,7 +69,8 @@ def verify(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> 
     """Decide how many drafted tokens are kept and draw the token after them.
 
     The law of what comes out is exactly that of the scores (``greedy``: the argmax), see the rules' modules. Never
-    waits for the device. Memory: a few ``[B, V]`` arrays, never ``[B, K, V]`` (coupled: its noise).
+    waits for the device. On CUDA tensors it runs as fused kernels where triton is installed
+    (:mod:`specdiff.verify.kernels`). Memory: a few ``[B, V]`` arrays, never ``[B, K, V]`` (coupled: its noise).
 
     Args:
         rule: ``"greedy"``, ``"token"``, ``"block"`` or ``"coupled"``.
@@ -86,6 +88,10 @@ def verify(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> 
         UnsupportedError: token or block with a ``Coupled`` proposal.
     """
     check(rule, scores, proposal)
+    if kernels.serve(scores, noise):
+        fused = kernels.attempt(rule, scores, proposal, noise)
+        if fused is not None:
+            return fused
     if rule in ("greedy", "coupled"):
         tokens, broken = _choices(rule, scores, noise)
         same = (proposal.tokens == tokens[:, :-1]) & inside(proposal) & ~broken[:, :-1]

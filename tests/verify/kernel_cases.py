@@ -272,3 +272,29 @@ def test_rows_that_cannot_be_sampled_are_flagged():
         tokens, bad = launch_sample(logits, noise, Purpose.DRAFT, tile=TILE)
         assert bad.all()
         assert ((tokens >= 0) & (tokens < 100)).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_engine_decodes_through_the_kernels(monkeypatch, rule):
+    """The dispatch of ``verify``, as on a GPU: same texts and statistics as torch, and the kernels did the work."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from specdiff import SpecDiff
+    from specdiff.testing import RandomDrafter
+    from specdiff.verify import kernels
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=37, initializer_range=0.6, **sizes)).eval()
+    wrapped = SpecDiff(model, RandomDrafter(29, block_size=3))
+    options = {"do_sample": rule != "greedy", "eos_token_id": None, "pad_token_id": 0, "seed": 4, "rule": rule}
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    runs, calls = [], []
+    launch = kernels.fused_verify
+    monkeypatch.setattr(kernels, "fused_verify", lambda *given: calls.append(given[0]) or launch(*given))
+    for on in (False, True):
+        monkeypatch.setattr(kernels, "serve", lambda scores, noise, on=on: on)
+        out = wrapped.generate(ids, max_new_tokens=8, return_dict_in_generate=True, **options)
+        runs.append((out.sequences.tolist(), out.stats.emitted))
+    assert runs[0] == runs[1]
+    assert len(calls) == out.stats.rounds + 1 and set(calls) == {rule}  # the prefill is judged as well

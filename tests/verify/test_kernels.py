@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdiff.verify import Noise, Proposal, kernels, row_seeds, verify
 from specdiff.verify.kernels import available, inverse_ids
 
 HERE = Path(__file__).parent
@@ -63,3 +64,43 @@ def test_triton_is_not_needed_to_import():
 
 def test_inverse_ids():
     assert inverse_ids(torch.tensor([3, 0, 9, -1]), 5).tolist() == [1, -1, -1, 0, -1]
+
+
+class FakeScores:
+    dtype = torch.float32
+
+    def __init__(self, is_cuda):
+        self.is_cuda = is_cuda
+
+
+def test_kernels_serve_cuda_tensors_alone(monkeypatch):
+    noise = Noise(row_seeds(0, 1)).round(torch.tensor([3]))
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    assert kernels.serve(FakeScores(True), noise)
+    assert not kernels.serve(FakeScores(False), noise)
+    assert not kernels.serve(FakeScores(True), object())  # somebody's own noise is not the counter hash
+    monkeypatch.setenv("SPECDIFF_KERNELS", "off")
+    assert not kernels.serve(FakeScores(True), noise)
+    monkeypatch.delenv("SPECDIFF_KERNELS")
+    monkeypatch.setattr(FakeScores, "dtype", torch.float64)
+    assert not kernels.serve(FakeScores(True), noise)
+
+
+def test_kernels_that_do_not_start_leave_the_work_to_torch(monkeypatch, caplog):
+    noise = Noise(row_seeds(0, 1)).round(torch.tensor([3]))
+    scores = torch.randn(1, 3, 7, generator=torch.Generator().manual_seed(0))
+    proposal = Proposal(torch.tensor([[1, 2]]), torch.tensor([2]))
+    right = verify("block", scores, proposal, noise)
+    tried = []
+
+    def broken(*_):
+        tried.append(1)
+        raise RuntimeError("Failed to find C compiler\nmore")
+
+    monkeypatch.setattr(kernels, "_refused", set())
+    monkeypatch.setattr(kernels, "fused_verify", broken)
+    monkeypatch.setattr(kernels, "serve", lambda *_: not kernels._refused)
+    for _ in range(2):
+        found = verify("block", scores, proposal, noise)
+        assert torch.equal(found.next_token, right.next_token) and torch.equal(found.accepted, right.accepted)
+    assert tried == [1] and "Failed to find C compiler" in caplog.text

@@ -7,17 +7,59 @@ its torch twin in :mod:`specdiff.verify.kernels.twin`, which says what the kerne
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from specdiff.verify.kernels.twin import inverse_ids
+from specdiff.verify.noise import CounterNoise
 
 if TYPE_CHECKING:
     from specdiff.verify.laws import Proposal, Verdict
-    from specdiff.verify.noise import CounterNoise, Purpose
+    from specdiff.verify.noise import Purpose, RoundNoise
 
-__all__ = ["available", "fused_sample", "fused_verify", "inverse_ids"]
+__all__ = ["attempt", "available", "fused_sample", "fused_verify", "inverse_ids", "serve"]
+
+log = logging.getLogger(__name__)
+
+_refused: set[str] = set()
+"""Reasons for which kernels failed to start in this process; once there is one, torch does their work."""
+
+
+def inverse_ids(draft_ids: Tensor, vocab: int) -> Tensor:
+    """``Int[vocab]`` column of each target id in a pruned draft vocabulary; see the twin."""
+    from specdiff.verify.kernels.twin import inverse_ids as of_twin
+
+    return of_twin(draft_ids, vocab)
+
+
+def serve(scores: Tensor, noise: RoundNoise) -> bool:
+    """Whether :func:`specdiff.verify.verify` should run as kernels: CUDA, triton, counter noise, at most float32.
+
+    ``SPECDIFF_KERNELS=off`` in the environment keeps torch.
+    """
+    return (
+        scores.is_cuda
+        and scores.dtype != torch.float64
+        and isinstance(noise, CounterNoise)
+        and not _refused
+        and os.environ.get("SPECDIFF_KERNELS") != "off"
+        and available()
+    )
+
+
+def attempt(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict | None:
+    """:func:`fused_verify` without a temperature, or None, said once, where kernels cannot be built (no compiler)."""
+    assert isinstance(noise, CounterNoise)
+    try:
+        return fused_verify(rule, scores, proposal, noise)
+    except Exception as error:  # triton raises classes of its own, of its backends and of subprocess
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        _refused.add(reason)
+        log.warning("the verification kernels do not start here, torch is used instead (%s)", reason)
+        return None
 
 
 def available() -> bool:
