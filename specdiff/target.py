@@ -114,6 +114,15 @@ class Target:
         """Whether a prompt should go in as one pass, since every later pass runs token by token."""
         return self.serving.stepwise
 
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a pass over one input reads: everything but an input embedding of its own."""
+        embedding, head = (
+            getattr(module, "weight", None)
+            for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        )
+        read = sum(parameter.nbytes for parameter in self.model.parameters())
+        return read - embedding.nbytes if isinstance(embedding, Tensor) and head is not embedding else read
+
     def current(self, state: TargetState) -> bool:
         """Whether ``state``, opened here earlier, still belongs to the model as it is now."""
         return True

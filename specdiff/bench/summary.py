@@ -9,12 +9,17 @@ from typing import Any
 from specdiff.bench.arms import HF, HF_LOOKUP, LABELS, PLAIN, SPECDIFF, Run
 from specdiff.bench.loops import is_loop
 from specdiff.bench.measure import Sample
+from specdiff.bench.peers import DFLASH, HF_DFLASH, LLAMA, LLAMA_LOOKUP, PEERS
 
 RATIOS = (
     ("speculation", SPECDIFF, PLAIN, "specdiff over its own plain decoding (speculation)"),
     ("kernels", PLAIN, HF, "specdiff's plain decoding over transformers generate (kernels)"),
     ("whole", SPECDIFF, HF, "specdiff over transformers generate (both together)"),
     ("lookup", HF_LOOKUP, HF, "transformers' prompt lookup over its generate"),
+    ("hf_dflash", SPECDIFF, HF_DFLASH, "specdiff over transformers' DFlash decoding"),
+    ("dflash", SPECDIFF, DFLASH, "specdiff over the dflash package"),
+    ("llama_cpp", SPECDIFF, LLAMA, "specdiff over llama.cpp (its own precision)"),
+    ("llama_lookup", SPECDIFF, LLAMA_LOOKUP, "specdiff over llama.cpp with prompt lookup (its own precision)"),
 )
 """Name, numerator, denominator, label. Ratios are of decoding speeds, per batch of prompts."""
 
@@ -42,7 +47,7 @@ def arm_numbers(samples: Sequence[Sample], name: str) -> dict[str, Any]:
     decoded, decode = sum(run.decoded for run in runs), sum(run.decode for run in runs)
     passes = sum(run.passes for run in runs)
     return {
-        "label": LABELS[name],
+        "label": (LABELS | PEERS)[name],
         "decode_tokens_per_second": quartiles(run.speed for run in runs),
         "decode_tokens_per_second_total": decoded / decode if decode > 0 and decoded > 0 else None,
         "seconds_to_first_token": quartiles(run.prefill for run in runs),

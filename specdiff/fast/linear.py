@@ -40,6 +40,8 @@ class PackedLinear(Protocol):
 
     kernel: str
     """``plain``, ``onednn`` or ``half``."""
+    nbytes: int
+    """Of the weight as it is stored."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[N, in]`` to ``[N, out]``."""
@@ -52,7 +54,7 @@ class Plain:
     kernel = "plain"
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.nbytes = weight, bias, weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[N, in]`` to ``[N, out]``."""
@@ -66,7 +68,7 @@ class OneDnn:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _HINT)
-        self.bias = bias
+        self.bias, self.nbytes = bias, weight.nbytes
         self.run = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -84,6 +86,7 @@ class Half:
         self.packed = torch.ops.quantized.linear_prepack_fp16(
             weight * scale if exponent else weight, bias * scale if bias is not None and exponent else bias
         )
+        self.nbytes = 2 * weight.numel()
         self.back = 1.0 / scale if exponent else None
         operator = torch.ops.quantized.linear_dynamic_fp16.default
         self.run = getattr(operator, "_op", operator)  # spares microseconds of Python checks for traced arguments

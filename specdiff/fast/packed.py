@@ -50,10 +50,19 @@ class PackedModel:
     head: PackedLinear
 
     @property
+    def linears(self) -> list[PackedLinear]:
+        """All matrices."""
+        return [linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down)] + [self.head]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that a pass over one input reads, small vectors aside."""
+        return sum(linear.nbytes for linear in self.linears)
+
+    @property
     def kernels(self) -> dict[str, int]:
         """How many matrices run on which kernel."""
-        linears = [linear for x in self.layers for linear in (x.qkv, x.o, x.gate_up, x.down)]
-        names = [linear.kernel for linear in (*linears, self.head)]
+        names = [linear.kernel for linear in self.linears]
         return {name: names.count(name) for name in sorted(set(names))}
 
 

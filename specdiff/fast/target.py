@@ -78,6 +78,10 @@ class FastTarget(Target):
                 _PACKED[self.model] = held
             return held[1]
 
+    def weight_bytes(self) -> int:
+        """Bytes of the packed matrices."""
+        return self.packed().weight_bytes
+
     def current(self, state: TargetState) -> bool:
         """Whether ``state`` runs on the weights as they are now."""
         return isinstance(state, FastState) and state.model is self.packed()

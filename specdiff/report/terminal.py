@@ -17,6 +17,8 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     for table in (ratio_table(report), arm_table(report), tau_table(report), draft_table(report), cost_table(report)):
         if table is not None:
             console.print(table)
+    if report.get("roofline"):
+        console.print(roofline_words(report["roofline"]), markup=False)
     if report["efficiency"]:
         console.print(efficiency_table(report))
     for line in equality_words(report):
@@ -113,6 +115,15 @@ def cost_table(report: dict[str, Any]) -> Table:
         table.add_row("drafter, tokens", *(number(cost["drafter_relative"].get(n)) for n in points))
         table.caption = f"full blocks break even at tau {number(cost['break_even_tau'])}"
     return table
+
+
+def roofline_words(found: dict[str, Any]) -> str:
+    """The memory's limit in one sentence."""
+    return (
+        f"Weights: {found['weight_bytes'] / 1e6:.0f} MB at {found['bandwidth'] / 1e9:.1f} GB/s take "
+        f"{milliseconds(found['floor_seconds'])}; a pass over 1 input takes {milliseconds(found['pass_seconds'])}, "
+        f"so memory is {percent(found['share'])} of it."
+    )
 
 
 def efficiency_table(report: dict[str, Any]) -> Table:
