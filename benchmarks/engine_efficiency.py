@@ -25,8 +25,8 @@ from rich.table import Table
 from step_cost import cpu_name
 
 from specdiff import SpecDiff, load_target
-from specdiff.bench.cost import measure_cost
 from specdiff.testing import ReplayDrafter
+from specdiff.tuning.measure import measure_cost
 
 BLOCK = 8
 PROMPTS = (
@@ -82,7 +82,9 @@ def main() -> None:
         _, out = decode_speed(plain, ids, args.new_tokens)
         text = out.sequences[:, ids.shape[1] :]
         pairs = {
-            tau: SpecDiff(model, ReplayDrafter(text, BLOCK, (tau - 1,) if tau <= BLOCK else ()), fast=args.fast)
+            tau: SpecDiff(
+                model, ReplayDrafter(text, BLOCK, (tau - 1,) if tau <= BLOCK else ()), block_size=BLOCK, fast=args.fast
+            )
             for tau in args.taus
         }
         context = ids.shape[1] + args.new_tokens // 2

@@ -30,6 +30,7 @@ class DraftRequest:
         warp: temperature and filters of this request, to be applied to the drafter's own logits before sampling.
         capacity: upper bound of committed tokens per row in this request (prompt and new tokens), for preallocation.
         target_cache: read-only view of the target's KV cache, for drafters that share weights with it, else None.
+        prompt_lengths: ``Long[B]`` logical tokens of each prompt; the first token after them is the prefill's own.
     """
 
     batch_size: int
@@ -40,6 +41,7 @@ class DraftRequest:
     warp: Warp = field(default=lambda logits: logits)
     capacity: int = 0
     target_cache: object | None = None
+    prompt_lengths: Tensor | None = None
 
     @property
     def greedy(self) -> bool:
@@ -47,9 +49,33 @@ class DraftRequest:
         return self.rule == "greedy"
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What a row's next proposal would be, known before anything is drawn.
+
+    A session may offer ``outlook(anchor: Long[B]) -> list[Outlook]``, a function of committed tokens and past rounds
+    alone. Block lengths that adapt keep their running acceptance by ``source``.
+
+    Attributes:
+        source: a name for what will draft.
+        most: tokens it can propose.
+        free: it runs no model, so that its drafts cost next to nothing.
+        chance: expected acceptance of a token whose predecessors were accepted, before anything is known.
+    """
+
+    source: str
+    most: int
+    free: bool = False
+    chance: float = 0.8
+
+
 @runtime_checkable
 class DraftSession(Protocol):
-    """All drafter state of one request; nothing survives it."""
+    """All drafter state of one request; nothing survives it.
+
+    Optional members: ``outlook`` (see :class:`Outlook`), and ``lazy = True`` when ``commit`` only takes notes and the
+    work is done by the next ``propose``, so that rounds without a draft cost nothing.
+    """
 
     request: DraftRequest
     """The request in force. A conversation sets it anew for each call (another rule or warp, same caches)."""
@@ -101,6 +127,11 @@ class Drafter(Protocol):
     def start(self, request: DraftRequest) -> DraftSession:
         """Open the state for one call of ``generate``."""
         ...
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading a value of ``tensor`` costs nothing. Elsewhere a session works with bounds: it never waits."""
+    return tensor.device.type == "cpu"
 
 
 def as_limits(limits: Tensor, block_size: int) -> Tensor:

@@ -252,6 +252,8 @@ class _Record:
 class BlockLMSession:
     """State of one request: committed tokens, the model's cache, and which of its entries are final."""
 
+    lazy = True
+
     def __init__(self, drafter: BlockLMDrafter, request: DraftRequest) -> None:
         self.drafter, self.request = drafter, request
         self.lm, self.spec, self.denoiser = drafter.lm, drafter.lm.spec, drafter.lm.denoiser

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, as_limits
-from specdiff.drafters.lookup import LookupSession, PromptLookup
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, Outlook, as_limits
+from specdiff.drafters.lookup import LookupSession, PromptLookup, copied
 from specdiff.errors import InvalidInputError
 from specdiff.verify.laws import Delta, Proposal, Sampled
 from specdiff.verify.noise import RoundNoise
@@ -41,6 +42,12 @@ class CombinedDrafter:
         self.lookup = lookup or PromptLookup(block_size=max(8, drafter.block_size))
         self.block_size = max(drafter.block_size, self.lookup.block_size)
         self.taps: Sequence[int] = tuple(drafter.taps)
+
+    def cost_key(self) -> list[Any] | None:
+        """What its cost depends on; None when the drafter inside does not say."""
+        key = getattr(self.drafter, "cost_key", None)
+        found = key() if key is not None else None
+        return None if found is None else [type(self.drafter).__name__, found, *self.lookup.cost_key()]
 
     def start(self, request: DraftRequest) -> CombinedSession:
         """Open the state for one call of ``generate``."""
@@ -86,16 +93,35 @@ class CombinedSession:
         self._lookup.request = request
         self._inner.request = request
 
+    @property
+    def lazy(self) -> bool:
+        """Whether commits cost nothing by themselves."""
+        return getattr(self._inner, "lazy", False)
+
+    def outlook(self, anchor: Tensor) -> list[Outlook]:
+        """Who would draft each row now."""
+        look = getattr(self._inner, "outlook", None)
+        own = look(anchor) if look else [Outlook("drafted", self._owner.drafter.block_size)] * len(anchor)
+        found = self._lookup.matches(anchor)
+        return [
+            copied(length, len(tokens)) if chosen else inner
+            for (length, tokens), chosen, inner in zip(found, self._copies(found), own, strict=True)
+        ]
+
+    def _copies(self, found: Sequence[tuple[int, Sequence[int]]]) -> list[bool]:
+        """Which rows copy: their match is long enough, and copying has not been worse than drafting."""
+        return [
+            length >= self._owner.match and record.copied >= record.drafted
+            for (length, _), record in zip(found, self._records, strict=True)
+        ]
+
     def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
         """Copied tokens for rows with a promising match, the drafter's own for the others."""
         limits = as_limits(limits, self._owner.block_size)
         found = self._lookup.matches(anchor)
-        copy = [
-            length >= self._owner.match and record.copied >= record.drafted
-            for (length, _), record in zip(found, self._records, strict=True)
-        ]
-        for record, copied in zip(self._records, copy, strict=True):
-            record.source = "copied" if copied else "drafted"
+        copy = self._copies(found)
+        for record, copies, limit in zip(self._records, copy, limits.tolist(), strict=True):
+            record.source = ("copied" if copies else "drafted") if limit else ""
         if all(copy):
             return self._lookup.propose(anchor, limits, noise)
         chosen = torch.tensor(copy, device=anchor.device)

@@ -285,6 +285,11 @@ class DFlashDrafter(nn.Module):
         assert self._runtime is not None
         return self._runtime
 
+    def cost_key(self) -> list[Any]:
+        """What its cost depends on."""
+        width = 0 if self.draft_ids is None else len(self.draft_ids)
+        return [repr(self.config), width, str(self.model.fc.weight.dtype)]
+
     def start(self, request: DraftRequest) -> DFlashSession:
         """Open the state for one call of ``generate``."""
         from specdiff.drafters.dflash_session import DFlashSession

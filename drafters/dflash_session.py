@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdiff.drafters.base import DraftRequest, as_limits
+from specdiff.drafters.base import DraftRequest, as_limits, on_host
 from specdiff.drafters.context_cache import ContextCache
 from specdiff.drafters.dflash import DFlashDrafter
+from specdiff.drafters.pending import MOST, Pending
 from specdiff.errors import InvalidInputError
 from specdiff.verify.laws import Coupled, Delta, Proposal, Sampled
 from specdiff.verify.noise import Purpose, RoundNoise
@@ -16,10 +17,15 @@ from specdiff.verify.noise import Purpose, RoundNoise
 class DFlashSession:
     """Keeps the context's keys and values per layer; drafts a block per call.
 
+    Committed taps wait until a draft needs them (or :data:`~specdiff.drafters.pending.MOST` of them wait): rounds
+    without a draft cost nothing, and many positions are projected for little more than one.
+
     The laws that :meth:`propose` uses: ``Delta`` under the greedy rule (argmax), ``Coupled`` under the coupled rule,
     else ``Sampled``. Tokens are drawn left to right when a sequential head is present, each from the law that is
     reported, so ``Sampled`` is exact.
     """
+
+    lazy = True
 
     def __init__(self, drafter: DFlashDrafter, request: DraftRequest) -> None:
         self.drafter, self.request = drafter, request
@@ -39,23 +45,35 @@ class DFlashSession:
         columns = torch.arange(drafter.head.shape[0]) if ids is None else ids
         self._ids = columns.to(request.device)
         self._width = 0
+        self._pending = Pending()
         self._inside = self._ids < request.vocab_size
         self._all_inside = int(self._ids.max()) < request.vocab_size
 
     @property
     def lengths(self) -> Tensor:
         """``Long[B]`` committed tokens per row."""
+        self._project()
         return self._cache.lengths
 
     @torch.no_grad()
     def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
-        """Project the taps of newly committed tokens to every layer's keys and values."""
+        """Take the taps of newly committed tokens."""
         if taps is None:
             raise InvalidInputError("a DFlash drafter reads target states, but commit() got none")
         if tokens.shape[1] == 0:
             return
+        self._pending.put(taps, counts)
+        if len(self._pending) >= MOST:
+            self._project()
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        """Turn waiting taps into every layer's keys and values."""
+        if not len(self._pending):
+            return
+        taps, counts = self._pending.take()
         features = self._model.tap_features(taps.to(self._compute))
-        positions = self._cache.positions(tokens.shape[1])
+        positions = self._cache.positions(taps.shape[1])
         self._cache.append(self._model.context(features, positions), counts)
         at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         last = features.gather(1, at)[:, 0]
@@ -67,9 +85,10 @@ class DFlashSession:
     def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
         """One pass over the block of every row; tokens as the rule wants them."""
         limits = as_limits(limits, self.drafter.block_size)
-        slots = int(limits.max())
+        slots = int(limits.max()) if on_host(limits) else self.drafter.block_size
         if slots == 0:
             return Proposal.empty(len(anchor), anchor.device)
+        self._project()
         # Inference mode spares small operators their bookkeeping; processors of a sampling request never run inside it.
         with torch.inference_mode() if self.request.greedy else torch.no_grad():
             states = self._states(anchor, slots)
@@ -77,13 +96,16 @@ class DFlashSession:
                 drawn, rows = self._walk(states, noise)
             else:
                 logits = self._logits(self._model.norm(states))
-                drawn, rows = [self._pick(logits, self._race(slots, noise))], [logits]
+                drawn = [self._pick(logits, self._race(slots, noise))]
+                rows = list(logits.unbind(1))
+            peaks = [row.amax(-1) for row in rows]
         join = torch.stack if self.drafter.config.sequential else torch.cat
-        tokens, logits = join(drawn, 1), join(rows, 1)  # made out here, these are ordinary tensors
-        finite = torch.isfinite(logits.amax(-1))  # NaN and an empty row show in the maximum
+        tokens = join(drawn, 1)  # made out here, these are ordinary tensors
+        finite = torch.isfinite(torch.stack(peaks, 1))  # NaN and an empty row show in the maximum
         lengths = torch.minimum(limits, finite.long().cumprod(1).sum(1))
         if self.request.greedy:
             return Proposal(tokens, lengths, Delta())
+        logits = torch.stack(rows, 1)
         law = Coupled() if self.request.rule == "coupled" else Sampled()
         ids = None if self.drafter.draft_ids is None else self._ids
         return Proposal(tokens, lengths, law, logits=logits, draft_ids=ids)
@@ -104,26 +126,61 @@ class DFlashSession:
         return states[:, 0, :slots]
 
     def _walk(self, states: Tensor, noise: RoundNoise) -> tuple[list[Tensor], list[Tensor]]:
-        """Left to right: each slot sees the tokens drawn before it, so its law is exactly the one reported."""
-        drafter = self.drafter
+        """Left to right: each slot sees the tokens drawn before it, so its law is exactly the one reported.
+
+        With a shortlist the head is read once: its logits for all slots as if no token had been drawn are exact for
+        slot 0, and for the others they choose candidates, before anything is drawn. A slot's law is then its own
+        logits over its candidates, and 0 elsewhere.
+
+        Returns:
+            Tokens ``Long[B]`` and logits by slot: ``[B, Vd]``, or only those of candidates under the greedy rule.
+        """
+        drafter, (batch, slots, _) = self.drafter, states.shape
         window = drafter.config.correction_window
-        recent = torch.full((states.shape[0], window), -1, dtype=torch.long, device=states.device)
-        race = self._race(states.shape[1], noise)
+        recent = torch.full((batch, window), -1, dtype=torch.long, device=states.device)
+        race = self._race(slots, noise)
+        short = self._runtime.shortlist if slots > 1 else 0
+        shared = columns = None
+        if short:
+            blind = drafter.embed(recent)[:, None].expand(-1, slots, -1, -1)
+            shared = self._inside_only(self._runtime.logits(self._model.correct(states, blind)))
+            columns = shared[:, 1:].topk(short, sorted=False).indices
         tokens, rows = [], []
-        for k in range(states.shape[1]):
-            normed = self._model.correct(states[:, k], drafter.embed(recent))
-            logits = self._logits(normed)
-            token = self._pick(logits, None if race is None else race[:, k])
+        for k in range(slots):
+            noises = None if race is None else race[:, k]
+            if shared is not None and columns is not None and k:
+                normed = self._model.correct(states[:, k], drafter.embed(recent))
+                token, logits = self._among(normed, columns[:, k - 1], noises)
+            else:
+                if shared is not None:
+                    logits = self._warped(shared[:, 0])
+                else:
+                    logits = self._logits(self._model.correct(states[:, k], drafter.embed(recent)))
+                token = self._pick(logits, noises)
             tokens.append(token)
             rows.append(logits)
             recent = torch.cat([token[:, None], recent], 1)[:, :window]
         return tokens, rows
 
+    def _among(self, normed: Tensor, columns: Tensor, race: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A token and its law when only ``columns``: ``Long[B, M]`` may be drawn."""
+        few = self._runtime.logits_of(normed, columns)
+        if not self._all_inside:
+            few = few.masked_fill(~self._inside[columns], float("-inf"))
+        if race is None:
+            return self._ids[columns.gather(1, few.argmax(-1, keepdim=True))[:, 0]], few
+        whole = few.new_full((len(few), len(self._ids)), float("-inf")).scatter_(1, columns, few)
+        whole = self._warped(whole)
+        return self._pick(whole, race), whole
+
     def _logits(self, normed: Tensor) -> Tensor:
         """Logits ``[..., Vd]`` after the request's warp (not under the greedy rule, where only the argmax counts)."""
-        logits = self._runtime.logits(normed)
-        if not self._all_inside:
-            logits = logits.masked_fill(~self._inside, float("-inf"))
+        return self._warped(self._inside_only(self._runtime.logits(normed)))
+
+    def _inside_only(self, logits: Tensor) -> Tensor:
+        return logits if self._all_inside else logits.masked_fill(~self._inside, float("-inf"))
+
+    def _warped(self, logits: Tensor) -> Tensor:
         return logits if self.request.greedy else self.request.warp(logits)
 
     def _race(self, slots: int, noise: RoundNoise) -> Tensor | None:
@@ -140,15 +197,18 @@ class DFlashSession:
 
     def select(self, rows: Tensor) -> None:
         """Keep ``rows``, in that order."""
+        self._pending.select(rows)
         rows = rows.to(self._last.device)
         self._cache.select(rows)
         self._last, self._last_position = self._last[rows], self._last_position[rows]
 
     def rollback(self, lengths: Tensor) -> None:
         """Forget committed tokens past ``lengths``; the next commit brings the taps that the direct path needs."""
+        self._project()
         self._cache.rollback(lengths)
 
     def close(self) -> None:
         """Release the cache."""
+        self._pending = Pending()
         self._cache = ContextCache(1, 0, 1, 2, 1, torch.device("cpu"), torch.float32)
         self._last = self._last[:0]

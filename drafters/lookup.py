@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdiff.drafters.base import DraftRequest, as_limits
+from specdiff.drafters.base import DraftRequest, Outlook, as_limits
 from specdiff.errors import InvalidInputError
 from specdiff.verify.laws import Delta, Proposal
 from specdiff.verify.noise import RoundNoise
@@ -91,13 +91,24 @@ class PromptLookup:
             )
         self.block_size, self.smallest, self.largest = block_size, smallest, largest
 
+    def cost_key(self) -> list[int]:
+        """What its cost depends on."""
+        return [self.block_size, self.largest]
+
     def start(self, request: DraftRequest) -> LookupSession:
         """Open the state for one call of ``generate``."""
         return LookupSession(self, request)
 
 
+def copied(match: int, most: int) -> Outlook:
+    """The outlook of ``most`` tokens copied behind a match of ``match`` tokens."""
+    return Outlook(f"copied behind {min(match, 4)}", most, free=True, chance=0.2 * min(match, 4))
+
+
 class LookupSession:
     """An :class:`NgramIndex` for every row, on the host."""
+
+    lazy = True
 
     def __init__(self, drafter: PromptLookup, request: DraftRequest) -> None:
         self.request = request
@@ -108,6 +119,10 @@ class LookupSession:
         """Match length and continuation (K tokens) of every row."""
         count = self.drafter.block_size
         return [row.match(token, count) for row, token in zip(self.rows, anchor.tolist(), strict=True)]
+
+    def outlook(self, anchor: Tensor) -> list[Outlook]:
+        """Rows by length of their match: long matches go on more often than short ones."""
+        return [copied(length, len(tokens)) for length, tokens in self.matches(anchor)]
 
     def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
         """The continuation of the longest match of every row; rows without a match propose nothing."""

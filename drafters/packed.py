@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from specdiff.drafters.dflash import DFlashModel
 
 
+SHORTLIST = 512
+"""Candidates per slot. A draft vocabulary below eight times that is read whole."""
+
+
 class PackedModule(nn.Module):
     """Stands in for an ``nn.Linear`` and computes the same. Holds no parameters."""
 
@@ -66,6 +70,7 @@ class DraftRuntime:
     Attributes:
         model: the draft layers; ``model`` itself when it is not float32 on the CPU.
         stamp: identifies the weights that were packed.
+        shortlist: how many candidates a slot of a sequential head keeps from the block's shared head read; 0 for all.
 
     Args:
         model: the trainable part; only read.
@@ -80,11 +85,19 @@ class DraftRuntime:
             self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
             _exchange(self.model)
         self.head: PackedLinear = pack(head)
+        self._rows = head
+        packed = self.model is not model
+        self.shortlist = SHORTLIST if packed and head.shape[0] >= 8 * SHORTLIST else 0
 
     def logits(self, normed: Tensor) -> Tensor:
         """Draft logits ``[..., Vd]`` (float32) of normed states ``[..., H]``."""
         flat = self.head(normed.to(self.dtype).reshape(-1, normed.shape[-1])).float()
         return self.model.shape_logits(flat.view(*normed.shape[:-1], -1))
+
+    def logits_of(self, normed: Tensor, columns: Tensor) -> Tensor:
+        """Draft logits ``[B, M]`` (float32) of ``normed``: ``[B, H]`` at ``columns``: ``Long[B, M]`` alone."""
+        rows = self._rows.index_select(0, columns.reshape(-1)).view(*columns.shape, -1)
+        return self.model.shape_logits((rows @ normed.to(self.dtype)[..., None])[..., 0].float())
 
 
 def _exchange(module: nn.Module) -> None:

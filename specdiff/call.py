@@ -58,7 +58,7 @@ class Bound:
         seed: int | Sequence[int] | None = None,
         generator: torch.Generator | None = None,
         rule: str | None = None,
-        block_size: int | None = None,
+        block_size: int | str | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpecDiffOutput:
         """Decode; see :meth:`SpecDiff.__call__`."""
@@ -76,16 +76,17 @@ class Bound:
             if self.put_prompt:
                 feed.prompt(input_ids)
             job.feed = feed
-            rows = self._run(job)
+            rows = self._run(job, own["block_size"])
         return _outputs(job, rows, input_ids, generation_config)
 
-    def _run(self, job: Job) -> list[Row]:
+    def _run(self, job: Job, block_size: int | str | None) -> list[Row]:
         owner = self.owner
-        if self.resume is not None:
-            return self.resume.run(job)
         target, note = owner.target_for(job.capacity)
         if note is not None:
             job.stats.notes.append(note)
+        job.lengths = owner.lengths_for(target, job, block_size)
+        if self.resume is not None:
+            return self.resume.run(job, target)
         decoding = Decoding(job, target, owner.drafter)
         try:
             return decoding.run()

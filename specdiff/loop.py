@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdiff.drafters.base import Drafter, DraftRequest, DraftSession
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, Outlook
 from specdiff.errors import InvalidInputError, NumericalError
 from specdiff.sequential import verify_in_order
 from specdiff.stats import GenerationStats
 from specdiff.stopping import StopTests
 from specdiff.streaming import Feed
 from specdiff.target import Target, TargetState
+from specdiff.tuning.lengths import FixedLengths, Lengths
 from specdiff.verify import Noise, Proposal, Verdict, verify
 from specdiff.verify.noise import RoundNoise
 from specdiff.warp import BlockWarp
@@ -39,6 +40,7 @@ class Job:
         stops: stopping criteria.
         seeds: ``Long[B]`` row seeds.
         chunk: prompt tokens per prefill pass.
+        lengths: how much of a block each round drafts.
         feed: takes each committed token, for a streamer.
         keep_scores: keep processed scores of each new token.
         keep_logits: keep raw logits of each new token.
@@ -54,6 +56,7 @@ class Job:
     stops: StopTests
     seeds: Tensor
     chunk: int = DEFAULT_CHUNK
+    lengths: Lengths = field(default_factory=FixedLengths)
     feed: Feed = field(default_factory=lambda: Feed(None))
     keep_scores: bool = False
     keep_logits: bool = False
@@ -142,6 +145,7 @@ class Decoding:
         seconds = self.stats.seconds
         seconds["rest"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
         self.stats.finish_reason = [row.reason for row in self.rows]
+        self.stats.notes += self.job.lengths.notes()
         return self.rows
 
     def close(self) -> None:
@@ -170,6 +174,7 @@ class Decoding:
             warp=job.warp.draft_warp(),
             capacity=capacity,
             target_cache=self.state,
+            prompt_lengths=torch.tensor([row.prompt for row in self.rows], device=self.device),
         )
         if self.session is None:
             self.session = self.drafter.start(request)
@@ -185,6 +190,7 @@ class Decoding:
         done = list(state.lengths)
         missing = [length - start for length, start in zip(lengths, done, strict=True)]
         width = max(missing)
+        self.job.lengths.begin(missing, getattr(self.session, "lazy", False))
         left = torch.zeros(len(self.rows), width, dtype=torch.long, device=self.device)
         for row, (length, start) in enumerate(zip(lengths, done, strict=True)):
             pad = self.job.pads[row]
@@ -216,6 +222,7 @@ class Decoding:
         assert state is not None
         began = time.perf_counter()
         self.stats.rounds += 1
+        self.job.feed.round_begins()
         committed = torch.tensor([row.committed for row in self.active], device=self.device)
         noise = self.noise.round(committed)
         anchor = torch.tensor([row.new[-1] for row in self.active], device=self.device)
@@ -230,9 +237,13 @@ class Decoding:
         seconds["verify"] += kept - drafted
 
     def _propose(self, anchor: Tensor, noise: RoundNoise) -> Proposal:
-        """Ask the drafter, within each row's budget and the target's position limit."""
+        """Ask the drafter, within each row's budget, the target's position limit, and what pays."""
         limits = [self._limit(row) for row in self.active]
         if self.session is None or max(limits) <= 0:
+            return Proposal.empty(len(self.active), self.device)
+        limits = self.job.lengths.choose(limits, self._outlooks(anchor))
+        most = max(limits)
+        if most <= 0:
             return Proposal.empty(len(self.active), self.device)
         bound = torch.tensor(limits, device=self.device)
         proposal = self.session.propose(anchor, bound, noise)
@@ -242,7 +253,14 @@ class Decoding:
                 "a session must follow select()"
             )
         proposal.lengths = torch.minimum(proposal.lengths, bound)
-        return proposal
+        return proposal if proposal.block <= most else proposal.narrowed(most)
+
+    def _outlooks(self, anchor: Tensor) -> list[Outlook]:
+        """What each row's next proposal would be; nothing is asked when lengths do not depend on it."""
+        if not self.job.lengths.adapts:
+            return []
+        look = getattr(self.session, "outlook", None)
+        return look(anchor) if look else [Outlook("drafted", self.job.block_size)] * len(self.active)
 
     def _limit(self, row: Row) -> int:
         """Most tokens that may be drafted for this row now: each round adds one more of the target's own."""
@@ -285,8 +303,17 @@ class Decoding:
             self.state.advance(counts)
             if self.session is not None:
                 self.session.commit(tokens, torch.tensor(counts, device=self.device), taps)
+            self.job.lengths.settle([line[3] for line in table], [line[0] for line in table], counts)
+            self._let_go()
         self._drop_ended()
         return read
+
+    def _let_go(self) -> None:
+        """Close a drafter that costs too much even while it is not asked; conversations keep theirs."""
+        if self.session is not None and self.job.lengths.given_up and not self.keep_rows:
+            self.session.close()
+            self.session = None
+            self.stats.notes.append("the drafter was let go: keeping its context up to date costs more than it brings")
 
     def _verify(self, logits: Tensor, proposal: Proposal, noise: RoundNoise) -> tuple[Tensor | None, Verdict]:
         """Scores ``[B, T, V]`` (None when they are the logits themselves) and the verdict."""
@@ -406,5 +433,6 @@ class Decoding:
         self.noise = self.noise.select(rows)
         assert self.state is not None
         self.state.select(keep)
+        self.job.lengths.select(keep)
         if self.session is not None:
             self.session.select(rows)

@@ -11,7 +11,7 @@ from specdiff.drafters.base import DraftSession
 from specdiff.errors import UnsupportedError
 from specdiff.loop import Decoding, Job, Row
 from specdiff.stats import SpecDiffOutput
-from specdiff.target import TargetState
+from specdiff.target import Target, TargetState
 
 if TYPE_CHECKING:
     from specdiff.wrap import SpecDiff
@@ -34,8 +34,8 @@ class Session:
         """As :meth:`SpecDiff.generate`, for one row."""
         return self.owner.run_call(inputs, kwargs, resume=self)
 
-    def run(self, job: Job) -> list[Row]:
-        """Decode one prepared job on top of what is cached."""
+    def run(self, job: Job, target: Target) -> list[Row]:
+        """Decode one prepared job on top of what is cached, on ``target``."""
         if len(job.pads) != 1:
             raise UnsupportedError("a session holds one row per call; use SpecDiff.generate for batches")
         prompt = job.ids[0, job.pads[0] :].tolist()
@@ -44,9 +44,6 @@ class Session:
             if old != new:
                 break
             same += 1
-        target, note = self.owner.target_for(job.capacity)
-        if note is not None:
-            job.stats.notes.append(note)
         if target is not self.target or (self.state is not None and not target.current(self.state)):
             self.close()  # another path's cache, or that of weights since changed: everything is computed again
             self.target = target

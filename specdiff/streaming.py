@@ -59,6 +59,12 @@ class Feed:
         if self.streamer is not None:
             self.streamer.put(ids.cpu())
 
+    def round_begins(self) -> None:
+        """Tell a streamer that wants to know (it has ``round_begins``) that a new round starts."""
+        told = getattr(self.streamer, "round_begins", None)
+        if told is not None:
+            told()
+
     def push(self, row: int, tokens: Sequence[int], *, finished: bool = False) -> None:
         """Take new tokens of one row, in order; ``finished``: this row gets no more."""
         if self.streamer is None:

@@ -59,6 +59,10 @@ class ReplayDrafter:
         if any(not 0 <= offset < block_size for offset in self.wrong_at):
             raise InvalidInputError(f"wrong_at must lie in [0, {block_size}), got {self.wrong_at}")
 
+    def cost_key(self) -> list[int]:
+        """What its cost depends on."""
+        return [self.block_size]
+
     def start(self, request: DraftRequest) -> ReplaySession:
         """Open the state for one call of ``generate``.
 
@@ -86,11 +90,13 @@ class ReplaySession:
         self._shift[list(wrong_at)] = 1
         self._committed = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
         self._prompt: Tensor | None = None
+        self._rows = torch.arange(ids.shape[0], device=ids.device)
 
     def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
-        """The next K ids of every row; the first call marks the end of the prompt."""
+        """The next K ids of every row; the first call marks the end of the prompt unless the request tells it."""
         if self._prompt is None:
-            self._prompt = self._committed.clone()
+            given = self.request.prompt_lengths
+            self._prompt = self._committed.clone() if given is None else given[self._rows]
         new = self._committed - self._prompt + 1  # the anchor is a new token, but not committed yet
         length = self._ids.shape[1]
         lengths = torch.minimum(as_limits(limits, self._block_size), (length - new).clamp(min=0))
@@ -107,7 +113,7 @@ class ReplaySession:
 
     def select(self, rows: Tensor) -> None:
         """Keep only ``rows``."""
-        self._ids = self._ids[rows]
+        self._ids, self._rows = self._ids[rows], self._rows[rows]
         self._committed = self._committed[rows]
         if self._prompt is not None:
             self._prompt = self._prompt[rows]
@@ -142,6 +148,10 @@ class RandomDrafter:
         self.vocab_size = vocab_size
         self.block_size = _check_block_size(block_size)
         self.seed = seed
+
+    def cost_key(self) -> list[int]:
+        """What its cost depends on."""
+        return [self.block_size, self.vocab_size]
 
     def start(self, request: DraftRequest) -> RandomSession:
         """Open the state for one call of ``generate``.

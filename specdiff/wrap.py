@@ -15,11 +15,18 @@ from specdiff.call import OWN_ARGUMENTS, Bound, checked_rule
 from specdiff.drafters.base import Drafter
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.fast.target import FastTarget
+from specdiff.loop import Job, needs_step
 from specdiff.session import Session
 from specdiff.settings import check_call
 from specdiff.stats import SpecDiffOutput
 from specdiff.streaming import Feed
 from specdiff.target import Target
+from specdiff.tuning.lengths import AdaptiveLengths, FixedLengths, Lengths
+from specdiff.tuning.measure import Judge
+from specdiff.tuning.store import curve_for
+
+ADAPT_FROM = 16_000_000
+"""Parameters from which block lengths adapt by default. Below, a pass is Python overhead, whatever it is given."""
 
 
 class SpecDiff:
@@ -31,7 +38,10 @@ class SpecDiff:
             the target), ``"lookup"`` for prompt lookup, or None: plain autoregressive decoding through the same loop.
         tokenizer: the target's tokenizer; needed for stop strings unless each call brings one.
         rule: ``auto`` (greedy when not sampling, else block), ``greedy``, ``token``, ``block`` or ``coupled``.
-        block_size: largest number of drafted tokens per round; the drafter's own when None.
+        block_size: drafted tokens per round. An int fixes the largest number. ``"auto"`` adapts it, up to the drafter's
+            own, to measured costs and running acceptance (:mod:`specdiff.tuning`). None is ``"auto"`` for targets of
+            at least 16 million parameters; below that, passes are too short to be worth measuring, and it is the
+            drafter's own.
         fast: ``auto`` takes the fast path where target and request allow it, ``off`` never does, ``on`` insists.
 
     Raises:
@@ -45,7 +55,7 @@ class SpecDiff:
         *,
         tokenizer: Any = None,
         rule: str = "auto",
-        block_size: int | None = None,
+        block_size: int | str | None = None,
         fast: str = "auto",
     ) -> None:
         if fast not in ("auto", "on", "off"):
@@ -74,7 +84,7 @@ class SpecDiff:
                 "a transformers model can draft through specdiff.drafters.block_lm or after training a drafter for it"
             )
         self.drafter: Drafter | None = drafter
-        self.block_size = self.checked_block(block_size)
+        self.set_block(block_size)
 
     # -- what a transformers model also has --------------------------------------------------------------------------
 
@@ -105,7 +115,7 @@ class SpecDiff:
         if move is not None:
             move(*args, **kwargs)
         self.__init__(  # type: ignore[misc]
-            self.ar, self.drafter, tokenizer=self.tokenizer, rule=self.rule, block_size=self.block_size, fast=self.fast
+            self.ar, self.drafter, tokenizer=self.tokenizer, rule=self.rule, block_size=self.asked_block, fast=self.fast
         )
         return self
 
@@ -167,7 +177,7 @@ class SpecDiff:
         seed: int | Sequence[int] | None = None,
         generator: torch.Generator | None = None,
         rule: str | None = None,
-        block_size: int | None = None,
+        block_size: int | str | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpecDiffOutput:
         """The callee of ``ar.generate(custom_generate=sd)``; Hugging Face has prepared all arguments.
@@ -195,6 +205,12 @@ class SpecDiff:
         """An object with the same ``generate`` that keeps both caches between calls (one row)."""
         return Session(self)
 
+    def set_block(self, block_size: int | str | None) -> None:
+        """Take ``block_size`` as the constructor does."""
+        self.block_size = self.checked_block(block_size)
+        self.asked_block = block_size
+        self.adapts = self.drafter is not None and self._adaptive(block_size)
+
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def target_for(self, capacity: int) -> tuple[Target, str | None]:
@@ -212,18 +228,32 @@ class SpecDiff:
             raise UnsupportedError(f"fast='on', but {why}; use fast='auto' or fast='off'")
         return self.target, f"general path: {why}"
 
-    def checked_block(self, block_size: int | None) -> int:
-        """``block_size`` if this drafter can serve it; the drafter's own for None."""
-        largest = self.drafter.block_size if self.drafter is not None else 0
+    def lengths_for(self, target: Target, job: Job, block_size: int | str | None) -> Lengths:
+        """How block lengths are chosen for ``job``; ``block_size`` is the call's own, None for this object's.
+
+        Costs that are not known yet are measured (some seconds, once per machine and pair).
+        """
+        adapts = self.adapts if block_size is None else self._adaptive(block_size)
+        if self.drafter is None or not adapts or not job.block_size or (needs_step(job) and len(job.pads) > 1):
+            return FixedLengths()
+        curve, note = curve_for(self, target, len(job.pads), Judge(job.rule, job.warp))
+        job.stats.notes += [note] if note else []
+        return AdaptiveLengths(curve)
+
+    def _adaptive(self, block_size: int | str | None) -> bool:
         if block_size is None:
+            return sum(p.numel() for p in self.ar.parameters()) >= ADAPT_FROM
+        return block_size == "auto"
+
+    def checked_block(self, block_size: int | str | None) -> int:
+        """``block_size`` if this drafter can serve it; the drafter's own for None and ``"auto"``."""
+        largest = self.drafter.block_size if self.drafter is not None else 0
+        if block_size is None or block_size == "auto":
             return largest
-        if (
-            isinstance(block_size, bool)
-            or not isinstance(block_size, int)
-            or isinstance(block_size, bool)
-            or block_size < 0
-        ):
-            raise InvalidInputError(f"block_size counts drafted tokens and must be an int >= 0, got {block_size!r}")
+        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 0:
+            raise InvalidInputError(
+                f"block_size counts drafted tokens and must be an int >= 0, 'auto' or None, got {block_size!r}"
+            )
         if self.drafter is None and block_size:
             raise InvalidInputError("block_size needs a drafter; without one specdiff decodes one token per pass")
         if block_size > largest:

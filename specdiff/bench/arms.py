@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from specdiff.bench.models import pad_token_of
 from specdiff.bench.prompts import left_padded
 from specdiff.stats import GenerationStats, SpecDiffOutput
+from specdiff.tuning.measure import synchronise
 from specdiff.wrap import SpecDiff
 
 HF, HF_LOOKUP, PLAIN, SPECDIFF = "hf", "hf_lookup", "plain", "specdiff"
@@ -74,7 +75,7 @@ Arm = Callable[[Sequence[Tensor], int, int], Run]
 """``(prompts of one batch, new tokens, seed) -> Run``."""
 
 
-class _Watch(StoppingCriteria):
+class Watch(StoppingCriteria):
     """Never stops anything; notes when the first call came and how many followed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -92,12 +93,6 @@ class _Watch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait for an accelerator; nothing to wait for on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def sampling_arguments(temperature: float) -> dict[str, Any]:
     """``generate`` arguments: greedy at 0, else the bare law at a temperature (no filters)."""
     if temperature == 0:
@@ -108,11 +103,11 @@ def sampling_arguments(temperature: float) -> dict[str, Any]:
 def transformers_arm(model: PreTrainedModel, temperature: float, *, lookup: bool = False) -> Arm:
     """transformers' own ``generate``, plain or with its prompt lookup (which takes one row only)."""
     extra: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
-    ends = _end_tokens(model)
+    ends = end_tokens(model)
 
     def call(prompts: Sequence[Tensor], max_new_tokens: int, seed: int) -> Run:
         ids, mask = (part.to(model.device) for part in left_padded(prompts, pad_token_of(model)))
-        watch = _Watch(model.device)
+        watch = Watch(model.device)
         torch.manual_seed(seed)
         synchronise(model.device)
         began = time.perf_counter()
@@ -128,7 +123,7 @@ def transformers_arm(model: PreTrainedModel, temperature: float, *, lookup: bool
         synchronise(model.device)
         ended = time.perf_counter()
         width = ids.shape[1]
-        rows = [_until_end(row, ends) for row in out[:, width:].tolist()]
+        rows = [until_end(row, ends) for row in out[:, width:].tolist()]
         first = sum(min(len(row), watch.first_length - width) for row in rows)
         passes = watch.calls - 1 if lookup else sum(len(row) - 1 for row in rows)
         return Run(rows, watch.first_at - began, ended - watch.first_at, first, passes)
@@ -165,14 +160,16 @@ def specdiff_arm(wrapped: SpecDiff, temperature: float, rule: str = "auto") -> A
     return call
 
 
-def _end_tokens(model: PreTrainedModel) -> set[int]:
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """Ids that end a text."""
     ends = model.generation_config.eos_token_id
     if ends is None:
         return set()
     return set(ends) if isinstance(ends, (list, tuple)) else {int(ends)}
 
 
-def _until_end(row: list[int], ends: set[int]) -> list[int]:
+def until_end(row: list[int], ends: set[int]) -> list[int]:
+    """``row`` up to its first end token."""
     for at, token in enumerate(row):
         if token in ends:
             return row[: at + 1]

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--context", type=at_least(1), default=192, metavar="N", help="tokens before the passes of the cost curve"
     )
+    peers = parser.add_argument_group("other runners, interleaved on the same prompts")
+    peers.add_argument("--peers", action="store_true", help="run those that are installed; the others are named")
+    peers.add_argument("--peer-drafter", metavar="FOLDER", help="a drafter exported for transformers' DFlash decoding")
+    peers.add_argument("--peer-dflash", metavar="FOLDER", help="a drafter in the layout of the dflash package")
+    peers.add_argument("--peer-gguf", metavar="FILE", help="the target as a GGUF file, for llama.cpp")
     out = parser.add_argument_group("report")
     out.add_argument(
         "--json", metavar="FILE", help="write everything as JSON ('-': to standard output, instead of tables)"
@@ -78,8 +83,11 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     prompts = load_prompts(
         args.prompts, per_set=args.prompts_per_set
     )  # before the model: a typo should not take a minute
+    if not args.peers and (args.peer_drafter or args.peer_dflash or args.peer_gguf):
+        raise InvalidInputError("--peer-drafter, --peer-dflash and --peer-gguf belong to --peers")
     if args.batch_size > 1 and args.efficiency:
         raise InvalidInputError("--efficiency measures single prompts; leave out --batch-size")
+    from specdiff.bench.peers import PeerFiles
     from specdiff.bench.run import BenchOptions, run_bench
     from specdiff.cli.env import collect
 
@@ -96,6 +104,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         raw=args.raw,
         context=args.context,
         texts=args.texts,
+        peers=PeerFiles(args.peer_drafter, args.peer_dflash, args.peer_gguf) if args.peers else None,
     )
     environment = {section: values for section, values in collect().items() if section != "files"}
     names = {"target": args.target or "SmolLM2-135M-Instruct (offline default)", "drafter": pair.name}

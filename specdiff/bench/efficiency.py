@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from specdiff.bench.arms import PLAIN, specdiff_arm
-from specdiff.bench.cost import measure_cost
 from specdiff.bench.measure import Sample
 from specdiff.bench.models import redrafted
 from specdiff.target import Target
 from specdiff.testing import ReplayDrafter
+from specdiff.tuning.measure import measure_cost
 from specdiff.wrap import SpecDiff
 
 BLOCK = 8
@@ -49,7 +49,7 @@ def engine_efficiency(
             if len(text) != 1 or len(text[0]) < 3 * BLOCK:
                 continue
             wrong = (wanted - 1,) if wanted <= BLOCK else ()
-            wrapped = redrafted(plain, ReplayDrafter(torch.tensor(text), BLOCK, wrong))
+            wrapped = redrafted(plain, ReplayDrafter(torch.tensor(text), BLOCK, wrong), BLOCK)
             run = specdiff_arm(wrapped, 0.0)(sample.ids, max_new_tokens, 0)
             base = arm(sample.ids, max_new_tokens, 0)
             if run.speed is None or base.speed is None or run.tau is None:

@@ -20,9 +20,9 @@ def pad_token_of(model: PreTrainedModel) -> int:
     return 0
 
 
-def redrafted(wrapped: SpecDiff, drafter: Drafter | None, block_size: int | None = None) -> SpecDiff:
+def redrafted(wrapped: SpecDiff, drafter: Drafter | None, block_size: int | str | None = None) -> SpecDiff:
     """The same target, with whatever has been prepared for it, and another drafter."""
     other = copy.copy(wrapped)
     other.drafter = drafter
-    other.block_size = other.checked_block(block_size)
+    other.set_block(block_size)
     return other

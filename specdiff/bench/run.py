@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from specdiff.bench.arms import HF, HF_LOOKUP, PLAIN, SPECDIFF, Arm, specdiff_arm, transformers_arm
-from specdiff.bench.cost import BUDGET, measure_cost
 from specdiff.bench.efficiency import engine_efficiency
 from specdiff.bench.equality import compare_texts
 from specdiff.bench.measure import Sample, batches, measure
 from specdiff.bench.memory import peak_bytes
 from specdiff.bench.models import redrafted
+from specdiff.bench.peers import PEERS, PeerFiles, peer_arms
 from specdiff.bench.prompts import Prompt, encode
+from specdiff.bench.roofline import roofline
 from specdiff.bench.summary import mode_numbers, sample_lines, tau_table
 from specdiff.bench.verdict import verdict
 from specdiff.errors import InvalidInputError
 from specdiff.target import Target
+from specdiff.tuning.measure import BUDGET, measure_cost
 from specdiff.wrap import SpecDiff
 
 SCHEMA = 1
@@ -48,6 +50,7 @@ class BenchOptions:
         context: committed tokens of the cost curve.
         cost_seconds: time for repeating quick passes of the cost curve.
         texts: keep the texts in the report.
+        peers: what other runners read; None leaves them out.
     """
 
     max_new_tokens: int = 128
@@ -62,6 +65,7 @@ class BenchOptions:
     context: int = 192
     cost_seconds: float = BUDGET
     texts: bool = False
+    peers: PeerFiles | None = None
 
 
 def run_bench(
@@ -95,6 +99,11 @@ def run_bench(
     work = batches(prompts, ids, options.batch_size)
     plain = redrafted(wrapped, None)
     arms = _arms(wrapped, plain, options, options.temperature)
+    notes = []
+    if options.peers is not None:
+        others, refused = peer_arms(model, options.temperature, options.batch_size, options.peers)
+        arms |= others
+        notes += [f"{PEERS[name]} left out: {why}" for name, why in refused.items()]
     samples = measure(arms, work, options.max_new_tokens, seed=options.seed, progress=_step(tell, "timed runs"))
     mode = mode_numbers(samples, options.temperature)
     target = target_in_use(wrapped, samples)
@@ -108,7 +117,6 @@ def run_bench(
         budget=options.cost_seconds,
         seed=options.seed,
     )
-    notes = []
     equality: dict[str, Any] | None = None
     if options.temperature == 0:
         equality = {name: compare_texts(model, samples, name) for name in (PLAIN, SPECDIFF) if name in arms}
@@ -141,6 +149,7 @@ def run_bench(
         "sampling": _sampling(wrapped, options, work, samples, tell),
         "memory": _memory(arms, work, options, model.device),
         "efficiency": None,
+        "roofline": roofline(cost, target),
         "samples": sample_lines(samples, tokenizer.decode if options.texts else None),
     }
     if options.efficiency and options.temperature == 0 and options.batch_size == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdiff.bench.cost import CostCurve
+from specdiff.tuning.curve import CostCurve
 
 CLEAR_GAIN = 1.05
 """A first ratio above this is called a gain; between 1 and this, a draw."""

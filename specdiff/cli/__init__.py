@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("specdiff.cli.check", "say whether a model can be served, and if not why"),
     "audit": ("specdiff.cli.audit", "check on your own pair that nothing is lost"),
     "bench": ("specdiff.bench.cli", "measure speed here, where it comes from, and whether drafting pays"),
+    "tune": ("specdiff.cli.tune", "measure what passes cost here, and which block lengths pay"),
     "train": ("specdiff.cli.train", "train a drafter for a model"),
     "env": ("specdiff.cli.env", "report versions, devices, caches"),
 }

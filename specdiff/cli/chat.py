@@ -14,7 +14,7 @@ from typing import Any
 from specdiff.cli import codes
 from specdiff.cli.common import add_pair_arguments, add_sampling_arguments, encode, load_pair, sampling_options
 from specdiff.cli.generate import summary
-from specdiff.cli.text import Listening, Mark, TextWriter
+from specdiff.cli.text import Mark, TextWriter
 from specdiff.cli.totals import Totals
 from specdiff.errors import InvalidInputError, NumericalError
 
@@ -71,16 +71,7 @@ class Chat:
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.codes = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
         self.colors: bool = args.colors
-        self.writer: TextWriter | None = None
-        if pair.drafter is not None:  # the listener learns where rounds begin; drafts are the same
-            from specdiff import SpecDiff
-
-            wrapped, heard = pair.wrapped, Listening(pair.drafter, self._round_begins)
-            self.wrapped = SpecDiff(
-                pair.model, heard, tokenizer=pair.tokenizer, block_size=wrapped.block_size, fast=wrapped.fast
-            )
-        else:
-            self.wrapped = pair.wrapped
+        self.wrapped = pair.wrapped
         self.session = self.wrapped.session()
 
     def close(self) -> None:
@@ -153,10 +144,6 @@ class Chat:
 
     # -- one answer --------------------------------------------------------------------------------------------------
 
-    def _round_begins(self) -> None:
-        if self.writer is not None:
-            self.writer.round_begins()
-
     def _answer(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = encode(self.pair.tokenizer, asked).to(self.wrapped.device)
@@ -165,7 +152,7 @@ class Chat:
             print("(the conversation fills the model's context; /reset starts a new one)")
             return
         marked = self.colors and self.codes and self.pair.drafter is not None
-        self.writer = TextWriter(self.pair.tokenizer, self._write, marked=marked)
+        writer = TextWriter(self.pair.tokenizer, self._write, marked=marked)
         began = time.perf_counter()
         with _stoppable() as stop:
             try:
@@ -173,7 +160,7 @@ class Chat:
                     ids,
                     max_new_tokens=min(self.max_new, room),
                     pad_token_id=self.pair.tokenizer.pad_token_id,
-                    streamer=self.writer,
+                    streamer=writer,
                     stopping_criteria=stop.criteria(),
                     return_dict_in_generate=True,
                     **self._call_options(),
@@ -187,7 +174,7 @@ class Chat:
         seconds = time.perf_counter() - began
         stats = out.stats
         if marked:
-            self.writer.finish(stats.emitted[0], stats.accepted)
+            writer.finish(stats.emitted[0], stats.accepted)
         print(flush=True)
         reply = out.sequences[0, ids.shape[1] : ids.shape[1] + stats.new_tokens[0]]
         answer = self.pair.tokenizer.decode(reply.tolist(), skip_special_tokens=True)

@@ -72,7 +72,12 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder, hub id, zoo name, 'lookup' (prompt lookup) or 'none' (plain decoding); "
         "default: the offline model's own drafter, 'lookup' for any other target",
     )
-    group.add_argument("--block-size", type=at_least(1), metavar="K", help="most drafted tokens per round")
+    group.add_argument(
+        "--block-size",
+        type=at_least(1),
+        metavar="K",
+        help="drafted tokens per round; default: what pays, round by round",
+    )
     group.add_argument("--fast", choices=("auto", "on", "off"), default="auto", help="the fast path; default: auto")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from specdiff.drafters.base import Drafter, DraftRequest, DraftSession
-
 Mark = bool | None
 """Of a token: True drafted and accepted, False the target's own, None not known or not asked for."""
 
@@ -109,42 +107,3 @@ class TextWriter:
         rest = self._text.rest()
         if rest:
             self._write(rest, None)
-
-
-class Listening:
-    """A drafter seen through: tells a listener when each round begins, drafts exactly as the one inside."""
-
-    def __init__(self, inner: Drafter, listener: Callable[[], None]) -> None:
-        self.inner, self.listener = inner, listener
-        self.block_size, self.taps = inner.block_size, inner.taps
-
-    def start(self, request: DraftRequest) -> DraftSession:
-        """A session of the drafter inside."""
-        return _ListeningSession(self.inner.start(request), self)
-
-
-class _ListeningSession:
-    def __init__(self, inner: DraftSession, owner: Listening) -> None:
-        self.__dict__["_inner"], self.__dict__["_owner"] = inner, owner
-
-    def propose(self, anchor: Tensor, limits: Tensor, noise: Any) -> Any:
-        self._owner.listener()
-        return self._inner.propose(anchor, limits, noise)
-
-    def commit(self, tokens: Tensor, counts: Tensor, taps: Tensor | None) -> None:
-        self._inner.commit(tokens, counts, taps)
-
-    def select(self, rows: Tensor) -> None:
-        self._inner.select(rows)
-
-    def rollback(self, lengths: Tensor) -> None:
-        self._inner.rollback(lengths)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._inner, name, value)  # a conversation gives its session each new request

@@ -94,7 +94,7 @@ def serve(model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_to
 
     from specdiff import SpecDiff
 
-    wrapped = SpecDiff(model, drafter)
+    wrapped = SpecDiff(model, drafter, block_size=drafter.block_size)
     tokens = rounds = 0
     reached: list[float] = []
     for prompt in prompts:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from specdiff.bench.arms import HF, HF_LOOKUP, PLAIN, SPECDIFF, Run
-from specdiff.bench.cost import CostCurve, interpolate
 from specdiff.bench.loops import is_loop, repeated_share
 from specdiff.bench.measure import Sample, batches
 from specdiff.bench.prompts import Prompt
 from specdiff.bench.summary import drafting, mode_numbers, quartiles
 from specdiff.bench.verdict import by_block, expected_tau, verdict
 from specdiff.stats import GenerationStats
+from specdiff.tuning.curve import CostCurve, interpolate
 
 PLAIN_TEXT = list(range(101))
 LOOP = [1, 2, 3, 4] * 25 + [1]

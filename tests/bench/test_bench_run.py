@@ -15,7 +15,6 @@ from bench_tiny import SlantedDrafter, StubTokenizer, tiny_llama
 from specdiff import SpecDiff
 from specdiff.bench import cli
 from specdiff.bench.arms import HF, HF_LOOKUP, PLAIN, SPECDIFF, specdiff_arm, transformers_arm
-from specdiff.bench.cost import measure_cost
 from specdiff.bench.measure import measure
 from specdiff.bench.memory import peak_bytes
 from specdiff.bench.prompts import Prompt
@@ -23,6 +22,7 @@ from specdiff.bench.run import BenchOptions, run_bench
 from specdiff.cli.common import Pair
 from specdiff.errors import InvalidInputError
 from specdiff.testing import ReplayDrafter
+from specdiff.tuning.measure import measure_cost
 
 PROMPTS = [Prompt(f"p{at}", "ab"[at % 2], "hello" * (at + 1)) for at in range(4)]
 QUICK = {"max_new_tokens": 24, "context": 16, "cost_seconds": 0.0}

@@ -7,6 +7,7 @@ import tiny
 import torch
 from torch import Tensor
 
+from specdiff.drafters import packed
 from specdiff.drafters.base import Drafter, DraftSession
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.evaluate import greedy_block
@@ -171,12 +172,13 @@ def test_cache_grows_past_the_announced_capacity(model):
     )
 
 
-@pytest.mark.parametrize("variant", ["plain", "late"])
-def test_sampled_tokens_follow_the_reported_law(model, variant):
+@pytest.mark.parametrize(("variant", "short"), [("plain", 0), ("late", 0), ("late", 3)])
+def test_sampled_tokens_follow_the_reported_law(model, variant, short):
     """Over many seeds each slot's tokens are distributed as softmax of the logits reported for that prefix."""
     ids = text(7)
     pruned = torch.arange(10, 18)
     drafter = tiny.drafter(model, draft_ids=pruned, block_size=2, **tiny.VARIANTS[variant])
+    drafter.runtime().shortlist = short
     rows = 4000
     session = drafter.start(tiny.request(model, rows, "block"))
     taps = tiny.taps_of(model, ids[:, :-1], drafter.taps)
@@ -186,6 +188,8 @@ def test_sampled_tokens_follow_the_reported_law(model, variant):
     assert proposal.draft_ids is not None and proposal.draft_ids.tolist() == pruned.tolist()
     columns = proposal.tokens - 10
     law = proposal.logits.softmax(-1)
+    if short:
+        assert (law[:, 1] > 0).sum(-1).tolist() == [short] * rows
     for slot in range(2):
         for first in range(8):  # the second slot's law may depend on the first token: test each case by itself
             chosen = columns[:, 0] == first if slot else torch.ones(rows, dtype=torch.bool)
@@ -197,6 +201,63 @@ def test_sampled_tokens_follow_the_reported_law(model, variant):
             want = law[chosen, slot][0]
             error = 4.5 * (want * (1 - want) / count).sqrt() + 1e-9
             assert bool(((seen - want).abs() <= error).all()), (slot, first, seen, want)
+
+
+SEQUENTIAL = ["late", "correction", "markov", "everything"]
+
+
+@pytest.mark.parametrize("variant", SEQUENTIAL)
+@pytest.mark.parametrize("rule", ["greedy", "block", "coupled"])
+def test_a_shortlist_of_everything_changes_nothing(model, variant, rule):
+    ids = text(9)
+    drafter = tiny.drafter(model, **tiny.VARIANTS[variant])
+    found = []
+    for short in (0, tiny.VOCAB):
+        drafter.runtime().shortlist = short
+        found.append(fed(drafter, model, ids, [8], rule).propose(ids[:, -1], LIMIT, noise(9)))
+    assert torch.equal(found[0].tokens, found[1].tokens) and found[0].lengths.tolist() == [4]
+    if rule != "greedy":
+        assert torch.allclose(found[0].logits, found[1].logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", SEQUENTIAL)
+def test_candidates_are_chosen_before_anything_is_drawn(model, variant):
+    """Whatever the noise draws, a slot's candidates are the same, and its logits there are the slot's own."""
+    ids = text(9)
+    drafter = tiny.drafter(model, **tiny.VARIANTS[variant])
+    supports = set()
+    for seed in range(6):
+        drawn = []
+        for short in (7, 0):
+            drafter.runtime().shortlist = short
+            given = Noise(torch.tensor([seed])).round(torch.tensor([9]))
+            drawn.append(fed(drafter, model, ids, [8], "block").propose(ids[:, -1], LIMIT, given))
+        few, whole = drawn
+        inside = few.logits > -torch.inf
+        assert inside[:, 0].all() and inside[:, 1:].sum(-1).eq(7).all()
+        assert inside[0].gather(1, few.tokens[0][:, None]).all()
+        supports.add(tuple(inside.flatten().tolist()))
+        assert torch.allclose(few.logits[:, 0], whole.logits[:, 0], atol=1e-4)
+        if few.tokens[0, 0] == whole.tokens[0, 0]:
+            assert torch.allclose(few.logits[0, 1][inside[0, 1]], whole.logits[0, 1][inside[0, 1]], atol=1e-4)
+    assert len(supports) == 1
+
+
+def test_broken_weights_cut_a_shortlisted_block_too(model):
+    ids = text(6)
+    drafter = tiny.drafter(model, **tiny.VARIANTS["late"])
+    drafter.runtime().shortlist = 5
+    session = fed(drafter, model, ids, [5])
+    assert session.lengths.tolist() == [5]  # nothing waits any more
+    session._last[:] = float("nan")
+    assert session.propose(ids[:, -1], LIMIT, noise(6)).lengths.tolist() == [0]
+
+
+def test_only_large_vocabularies_are_shortlisted(model, monkeypatch):
+    monkeypatch.setattr(packed, "SHORTLIST", 6)
+    assert tiny.drafter(model, **tiny.VARIANTS["late"]).runtime().shortlist == 6  # 50 ids are more than 8 times 6
+    monkeypatch.setattr(packed, "SHORTLIST", 7)
+    assert tiny.drafter(model, **tiny.VARIANTS["late"]).runtime().shortlist == 0
 
 
 def test_warp_is_applied_before_sampling(model):

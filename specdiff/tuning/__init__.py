@@ -1,0 +1,1 @@
+"""How long a block pays: measured costs of this pair on this machine, and the lengths that follow from them."""
