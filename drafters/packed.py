@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specdiff.drafters.dflash import DFlashModel
 
 
-SHORTLIST = 512
+SHORTLIST = 256
 """Candidates per slot. A draft vocabulary below eight times that is read whole."""
 
 

@@ -87,7 +87,7 @@ def measure_cost(
     block = wrapped.block_size if block is None else block
     if target is None:
         target, _ = wrapped.target_for(context + max(*inputs, block) + 2)
-    bench = _Passes(target, wrapped.drafter, block, inputs, context, batch_size, seed, judge)
+    bench = Passes(target, wrapped.drafter, block, inputs, context, batch_size, seed, judge)
     with torch.no_grad():
         try:
             prefill = bench.open()
@@ -105,7 +105,7 @@ def measure_cost(
             bench.close()
 
 
-class _Passes:
+class Passes:
     """The passes that are timed. Nothing they do is kept: each starts from the same committed context."""
 
     def __init__(
