@@ -22,8 +22,8 @@ Under ``greedy`` every mode proposes argmax tokens (``Delta``); under ``coupled`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +32,16 @@ from specdiff.diffusion.caches import BlockCache, ExactBlock
 from specdiff.diffusion.canvas import Canvas
 from specdiff.diffusion.lm import DiffusionLM
 from specdiff.diffusion.loop import Decoder, Settings
-from specdiff.diffusion.policies import Decision, Frame, Policy, View, make_policy
+from specdiff.diffusion.policies import Policy, make_policy
 from specdiff.diffusion.sampling import Sampling
 from specdiff.diffusion.state import RowState
 from specdiff.diffusion.stop import Ending
 from specdiff.diffusion.visibility import block_floor
 from specdiff.drafters.base import DraftRequest, as_limits
+from specdiff.drafters.block_draws import Redraw, RoundDraws
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.verify.laws import Coupled, Delta, Proposal, Sampled
-from specdiff.verify.noise import Noise, Purpose, RoundNoise
+from specdiff.verify.noise import Noise, RoundNoise
 
 MODES = ("single", "left", "order", "delta", "redraw")
 
@@ -58,7 +59,8 @@ class BlockLMDrafter:
         policy: name or object of a native policy, for "order", "delta" and "redraw".
         min_confidence: draft only up to the first token whose law's peak is below it. The length then depends on laws,
             never on drawn values; refused in the modes "order" and "redraw", where laws depend on revealed draws.
-        tokenizer: with ``target_tokenizer``: both are compared, and different vocabularies are refused.
+        tokenizer: with ``target_tokenizer``: both are compared, and different vocabularies are refused (see
+            :mod:`specdiff.drafters.retokenise` for those).
         target_tokenizer: see ``tokenizer``.
         **options: options of the policy.
 
@@ -151,93 +153,13 @@ def check_same_tokenizer(ours: Any, theirs: Any) -> None:
         differ = sorted(set(a.items()) ^ set(b.items()), key=lambda x: (x[1], x[0]))[:3]
         raise UnsupportedError(
             f"drafter and target have different tokenizers ({len(a)} and {len(b)} entries, first differences "
-            f"{differ}): a "
-            "standalone diffusion LM drafts for targets with its own vocabulary only"
+            f"{differ}): build the drafter without tokenizers and let its text travel with "
+            "specdiff.drafters.retokenise.retokenised(drafter, its_tokenizer, target_tokenizer)"
         )
 
 
 def _default_block(lm: DiffusionLM) -> int:
     return lm.spec.block_size or 8
-
-
-@dataclass(frozen=True)
-class Redraw(Policy):
-    """Runs ``inner`` and draws every token anew, with fresh noise, from the marginals of the last pass."""
-
-    name: ClassVar[str] = "redraw"
-    sticky: ClassVar[bool] = False
-    per_block: ClassVar[bool] = True
-    inner: Policy = field(default_factory=Policy)
-
-    def wants(self, frame: Frame) -> Tensor:
-        return frame.editable & frame.inside
-
-    def granted(self, initial: Tensor, share: Tensor | None) -> Tensor:
-        return self.inner.granted(initial, share)
-
-    def decide(self, view: View) -> Decision:
-        draws = view.draws
-        assert isinstance(draws, RoundDraws)
-        seen = replace(view, draws=draws.other())
-        decision = self.inner.decide(seen)
-        last = (view.step + 1 >= view.steps) | (view.masks == 0)
-        fresh = draws.categorical(view.logits, view.positions)
-        decision.ids = torch.where(last[:, None], fresh, decision.ids)
-        decision.noisy = decision.noisy & ~last[:, None]
-        decision.keep_open = ~last
-        decision.close = last
-        return decision
-
-
-class RoundDraws:
-    """Draws of one round from the engine's noise; slot 0 is the first drafted position.
-
-    Args:
-        noise: the round's noise.
-        origin: ``Long[A]`` position of slot 0.
-        slots: width of the widest block.
-        coupled: draw tokens with the noise the target will use.
-        rows: ``Long[A]`` rows of the noise that this pass has.
-        half: 1 for a second, independent set of numbers.
-    """
-
-    def __init__(
-        self, noise: RoundNoise, origin: Tensor, slots: int, coupled: bool, rows: Tensor | None = None, half: int = 0
-    ) -> None:
-        self.noise, self.origin, self.slots, self.coupled, self.half = noise, origin, slots, coupled, half
-        self.rows = torch.arange(len(origin), device=origin.device) if rows is None else rows
-
-    def other(self) -> RoundDraws:
-        """Numbers that are independent of these."""
-        return RoundDraws(self.noise, self.origin, self.slots, self.coupled, self.rows, 1)
-
-    def select(self, rows: Tensor) -> RoundDraws:
-        return RoundDraws(self.noise, self.origin, self.slots, self.coupled, self.rows[rows], self.half)
-
-    def _slot(self, positions: Tensor) -> Tensor:
-        return (positions - self.origin[self.rows][:, None]).clamp(0, self.slots - 1) + self.half * self.slots
-
-    def race(self, positions: Tensor, vocab: int) -> Tensor:
-        ids = torch.arange(vocab, device=positions.device)
-        if self.coupled and not self.half:
-            numbers = self.noise.coupled(self.slots, ids)
-        else:
-            numbers = self.noise.exponential(Purpose.DRAFT, (self.half + 1) * self.slots, ids)
-        slot = self._slot(positions)
-        return numbers[self.rows].gather(1, slot[..., None].expand(*slot.shape, vocab))
-
-    def uniform(self, purpose: Purpose, positions: Tensor, count: int = 1) -> Tensor:
-        # drafting knows one purpose; choice and token numbers differ by their slots
-        wide = self.noise.uniform(Purpose.DRAFT, 2 * self.slots * count)[self.rows]
-        slot = self._slot(positions)[..., None] * count + torch.arange(count, device=positions.device)
-        return wide.gather(1, slot.flatten(1)).view(*positions.shape, count)
-
-    def categorical(self, logits: Tensor, positions: Tensor) -> Tensor:
-        race = self.race(positions, logits.shape[-1])
-        return (torch.softmax(logits.float(), -1) / race).argmax(-1)
-
-    def random_ids(self, purpose: Purpose, positions: Tensor, vocab: int) -> Tensor:
-        raise UnsupportedError("uniform noise cannot draft")
 
 
 @dataclass

@@ -27,7 +27,10 @@ class DFlashConfig:
         rms_norm_eps: epsilon of every RMSNorm.
         rope_theta: rotary base.
         qk_norm: RMSNorm over the heads of queries and keys (the z-lab layout has it).
-        causal: slots see only slots to their left (the z-lab layout is bidirectional).
+        causal: slots see only slots to their left, in layers without a window (the z-lab layout is bidirectional).
+        windows: sliding window of each layer in tokens, 0 for a layer that sees everything; () for no windows at all.
+        sliding_causal: the same as ``causal``, for layers with a window.
+        anchor_predicts: the anchor's slot drafts too: slot k (from 0) predicts the token k + 1 after the anchor.
         input_embedding_scale: factor on the embeddings that enter the block.
         output_multiplier: factor on the logits.
         final_logit_softcapping: logits become ``c * tanh(logits / c)``.
@@ -42,7 +45,15 @@ class DFlashConfig:
             map.
         correction: width of the sequential correction head, 0 for none.
         correction_window: how many drafted tokens before a slot the sequential heads see.
-        markov_rank: rank of the low-rank Markov bias ``W1[x_prev] W2`` on the logits, 0 for none.
+        markov_rank: rank of the low-rank Markov bias on the logits that reads the frozen embedding, 0 for none.
+        conv_kernel: taps of the dynamic convolutions around each half of a layer (DFlash 2), 0 for none.
+        conv_group: channels that share a dynamic kernel.
+        selector_rank: rank of the candidate selector (DFlash 2), 0 for none.
+        selector_top_k: candidates per slot that the selector scores.
+        transition_rank: rank of the Markov bias ``W1[x_prev] W2`` with tables of its own (DSpark), 0 for none.
+        draft_vocab_size: columns of the transition head when the draft vocabulary is pruned, 0 for ``vocab_size``.
+        confidence: a head estimates the probability that a slot is accepted (DSpark).
+        confidence_sees_token: that head also reads the transition head's row of the token before.
     """
 
     hidden_size: int
@@ -70,9 +81,21 @@ class DFlashConfig:
     correction: int = 0
     correction_window: int = 1
     markov_rank: int = 0
+    windows: tuple[int, ...] = ()
+    sliding_causal: bool = False
+    anchor_predicts: bool = False
+    conv_kernel: int = 0
+    conv_group: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
+    transition_rank: int = 0
+    draft_vocab_size: int = 0
+    confidence: bool = False
+    confidence_sees_token: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(int(i) for i in self.target_layer_ids))
+        object.__setattr__(self, "windows", tuple(int(i) for i in self.windows))
         if self.block_size < 1:
             raise InvalidInputError(f"block_size must be at least 1, not {self.block_size}")
         if self.num_layers < 1:
@@ -89,6 +112,16 @@ class DFlashConfig:
             raise InvalidInputError(f"head_dim must be even for rotary positions, not {self.head_dim}")
         if self.correction_window < 1:
             raise InvalidInputError("correction_window must be at least 1")
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise InvalidInputError(
+                f"windows {self.windows} must name a size, or 0, for each of {self.num_layers} layers"
+            )
+        if self.conv_kernel and self.hidden_size % self.conv_group:
+            raise InvalidInputError(f"conv_group {self.conv_group} must divide hidden_size {self.hidden_size}")
+        if self.direct and self.anchor_predicts:
+            raise InvalidInputError("a direct drafter has no anchor slot: anchor_predicts does not apply")
+        if self.confidence_sees_token and not (self.confidence and self.transition_rank):
+            raise InvalidInputError("confidence_sees_token needs confidence and a transition head")
         if not self.direct and self.mask_token_id is None:
             raise InvalidInputError("mask_token_id is needed unless the drafter is direct")
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
@@ -96,18 +129,29 @@ class DFlashConfig:
 
     @property
     def slots(self) -> int:
-        """Positions of one full draft pass: K, plus the anchor's slot unless the drafter is direct."""
-        return self.block_size + (0 if self.direct else 1)
+        """Positions of one full draft pass: K, plus the anchor's slot where that drafts nothing."""
+        return self.block_size + int(self.anchor_slot)
+
+    @property
+    def anchor_slot(self) -> bool:
+        """Whether the block begins with a slot for the anchor that drafts nothing."""
+        return not (self.direct or self.anchor_predicts)
 
     @property
     def sequential(self) -> bool:
-        """Whether a slot's logits depend on the drafted tokens before it."""
+        """Whether a slot's state depends on the drafted tokens before it."""
         return self.late_mlp or self.correction > 0 or self.markov_rank > 0
+
+    @property
+    def edges(self) -> bool:
+        """Whether a slot's logits are rescored by the id of the token before it (the anchor for the first slot)."""
+        return self.selector_rank > 0 or self.transition_rank > 0
 
     @property
     def plain(self) -> bool:
         """Whether this is exactly what the z-lab layout can express (apart from a pruned vocabulary)."""
-        return not (self.direct or self.sequential or self.normalize_taps) and self.qk_norm
+        extra = self.direct or self.sequential or self.edges or self.conv_kernel or self.confidence
+        return not (extra or self.normalize_taps or self.anchor_predicts) and self.qk_norm
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

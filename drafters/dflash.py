@@ -8,10 +8,11 @@ Mathematics, for a block after the anchor token ``a`` at position p (all earlier
     layers    x = layers(u; c)                                 bidirectional inside the block
     heads     y_k = f(x_k, drafted tokens before slot k)       optional, walked left to right
     logits    norm(y_k) E_draft^T                              E_draft: the target's head, its rows perhaps pruned
+    edges     logits_k + score(token before slot k, .)         optional, walked left to right
 
 The embedding and the head belong to the target and stay frozen; a drafter reads them when it is bound and never edits
 them.
-Sources: DFlash (block diffusion for flash speculative decoding), DFly and DSpark for the sequential heads.
+Sources: DFlash (block diffusion for flash speculative decoding) and DFlash 2, DFly and DSpark for the heads.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 
 from specdiff.drafters.base import DraftRequest
 from specdiff.drafters.config import DFlashConfig
+from specdiff.drafters.edges import CandidateSelector, ConfidenceHead, TransitionHead
 from specdiff.drafters.heads import CorrectionHead, MarkovHead, TokenInjection, tokens_before_slots
-from specdiff.drafters.layers import DraftLayer, RMSNorm, rms_norm, rotary
+from specdiff.drafters.layers import DraftLayer, RMSNorm, inside_window, rms_norm, rotary
 from specdiff.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class DFlashModel(nn.Module):
         width, taps = config.hidden_size, len(config.target_layer_ids)
         self.fc = nn.Linear(taps * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.options = nn.ModuleDict()
         if config.direct:
@@ -64,6 +66,16 @@ class DFlashModel(nn.Module):
             )
         if config.markov_rank:
             self.options["markov"] = MarkovHead(width, config.markov_rank, config.rms_norm_eps)
+        if config.selector_rank:
+            self.candidate_selector = CandidateSelector(
+                width, config.vocab_size, config.selector_rank, config.selector_top_k
+            )
+        if config.transition_rank:
+            columns = config.draft_vocab_size or config.vocab_size
+            self.markov_head = TransitionHead(config.vocab_size, columns, config.transition_rank)
+        if config.confidence:
+            seen = config.transition_rank if config.confidence_sees_token else 0
+            self.confidence_head = ConfidenceHead(width + seen)
 
     @property
     def stack(self) -> list[DraftLayer]:
@@ -119,10 +131,11 @@ class DFlashModel(nn.Module):
         positions = start[..., None] + torch.arange(x.shape[2], device=x.device)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
         for layer, (k, v) in zip(self.stack, context, strict=True):
-            x = layer.attend(x, k, v, visible, cos, sin)
+            mask = inside_window(visible, start, x.shape[2], layer.window) if layer.window else visible
+            x = layer.attend(x, k, v, mask, cos, sin)
             if layer is not self.stack[-1] or not self.config.late_mlp:
                 x = layer.think(x)
-        return x if self.config.direct else x[:, :, 1:]
+        return x[:, :, 1:] if self.config.anchor_slot else x
 
     def correct(self, x: Tensor, previous: Tensor) -> Tensor:
         """Normed states ``[..., H]`` that meet the head, given embeddings ``[..., window, H]`` of the tokens before."""
@@ -136,6 +149,28 @@ class DFlashModel(nn.Module):
             y = y + self.option("markov")(previous[..., 0, :]).to(y.dtype)
         return y
 
+    def edge_logits(self, logits: Tensor, normed: Tensor, previous: Tensor, ids: Tensor) -> Tensor:
+        """Logits ``[B, Vd]`` of one slot, rescored by the token before it.
+
+        Args:
+            logits: ``[B, Vd]`` as the head gave them.
+            normed: ``[B, H]`` the slot's normed state.
+            previous: ``Long[B]`` target ids of the tokens before the slot.
+            ids: ``Long[Vd]`` target id of each column.
+        """
+        if self.config.transition_rank:
+            logits = self.markov_head(logits, previous)
+        if self.config.selector_rank:
+            logits = self.candidate_selector(logits, normed, previous, ids)
+        return logits
+
+    def confidence(self, normed: Tensor, previous: Tensor) -> Tensor:
+        """``[B]`` estimated acceptance of the slot with normed state ``[B, H]`` after the tokens ``Long[B]``."""
+        features = normed
+        if self.config.confidence_sees_token:
+            features = torch.cat([normed, self.markov_head.markov_w1(previous).to(normed.dtype)], -1)
+        return self.confidence_head(features)
+
     def shape_logits(self, logits: Tensor) -> Tensor:
         """The optional multiplier and soft cap."""
         if self.config.output_multiplier != 1.0:
@@ -146,15 +181,28 @@ class DFlashModel(nn.Module):
         return logits
 
 
+def same_weights(own: Tensor | None, theirs: Tensor) -> bool:
+    """Whether ``own`` is ``theirs`` up to the rounding of its dtype."""
+    return own is not None and own.shape == theirs.shape and torch.equal(theirs.to(own), own)
+
+
 class DFlashDrafter(nn.Module):
     """A :class:`DFlashModel` with its draft vocabulary, bound to a target.
 
     Args:
         model: the trainable part.
         draft_ids: ``Long[Vd]`` ascending target ids that the drafter may propose, or None for all of them.
+        own_head: ``[Vd, H]`` output rows of a checkpoint that brings its own; None for the target's.
+        own_embedding: ``[V, H]`` likewise for the input embedding.
     """
 
-    def __init__(self, model: DFlashModel, draft_ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: DFlashModel,
+        draft_ids: Tensor | None = None,
+        own_head: Tensor | None = None,
+        own_embedding: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.config = model.config
@@ -166,6 +214,19 @@ class DFlashDrafter(nn.Module):
                 raise InvalidInputError("draft_ids must ascend without repeats")
         self.draft_ids: Tensor | None
         self.register_buffer("draft_ids", draft_ids, persistent=False)
+        columns = self.config.vocab_size if draft_ids is None else len(draft_ids)
+        if self.config.transition_rank and columns != (self.config.draft_vocab_size or self.config.vocab_size):
+            raise InvalidInputError(f"the transition head does not have the {columns} columns of the draft vocabulary")
+        for name, own, rows in (("head", own_head, columns), ("embedding", own_embedding, self.config.vocab_size)):
+            if own is not None and own.shape != (rows, self.config.hidden_size):
+                raise InvalidInputError(
+                    f"own_{name} has shape {tuple(own.shape)}, expected {(rows, self.config.hidden_size)}"
+                )
+        self.own_head: Tensor | None
+        self.own_embedding: Tensor | None
+        self.register_buffer("own_head", own_head, persistent=False)
+        self.register_buffer("own_embedding", own_embedding, persistent=False)
+        self._min_confidence = 0.0
         self._embedding: Tensor | None = None
         self._head: Tensor | None = None
         self._runtime: DraftRuntime | None = None
@@ -179,6 +240,20 @@ class DFlashDrafter(nn.Module):
     def taps(self) -> tuple[int, ...]:
         """Target layers whose output states the drafter reads."""
         return self.config.target_layer_ids
+
+    @property
+    def min_confidence(self) -> float:
+        """For drafters with a confidence head: a draft ends where the estimated probability that all of it is accepted
+        falls below this. 0 drafts whole blocks."""
+        return self._min_confidence
+
+    @min_confidence.setter
+    def min_confidence(self, value: float) -> None:
+        if not 0 <= value <= 1:
+            raise InvalidInputError(f"min_confidence must be in [0, 1], not {value}")
+        if value and not self.config.confidence:
+            raise UnsupportedError("this drafter has no confidence head: min_confidence cannot be set")
+        self._min_confidence = value
 
     @property
     def bound(self) -> bool:
@@ -212,14 +287,25 @@ class DFlashDrafter(nn.Module):
         return self
 
     def bind_weights(self, embedding: Tensor, head: Tensor) -> None:
-        """Bind to raw weights ``[V, H]``; the pruned head rows are copied, the rest is shared."""
-        self._embedding = embedding
-        self._head = head[: self.config.vocab_size] if self.draft_ids is None else head[self.draft_ids.to(head.device)]
+        """Bind to raw weights ``[V, H]``; the pruned head rows are copied, the rest is shared.
+
+        What a checkpoint brought of its own is used instead, and forgotten where it is the target's own.
+        """
+        vocab = self.config.vocab_size
+        rows = head[:vocab] if self.draft_ids is None else head[self.draft_ids.to(head.device)]
+        if same_weights(self.own_head, rows):
+            self.own_head = None
+        if same_weights(self.own_embedding, embedding[:vocab]):
+            self.own_embedding = None
+        self._embedding = embedding if self.own_embedding is None else self.own_embedding.to(embedding.device)
+        self._head = rows if self.own_head is None else self.own_head.to(head.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DFlashDrafter:
         super()._apply(fn, recurse)
-        if self._head is not None and self.draft_ids is not None:
+        if self._head is not None and (self.draft_ids is not None or self.own_head is not None):
             self._head = fn(self._head)
+        if self._embedding is not None and self.own_embedding is not None:
+            self._embedding = fn(self._embedding)
         return self
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -264,7 +350,9 @@ class DFlashDrafter(nn.Module):
         before = (anchors - 1).clamp(min=0)
         last = features.gather(1, before[..., None].expand(-1, -1, features.shape[-1]))
         last = last * (anchors > 0)[..., None].to(last.dtype)
-        width = slots if self.config.direct else slots + 1
+        if self.config.edges:
+            raise UnsupportedError("drafters with a candidate selector or transition head can be served, not trained")
+        width = slots + int(self.config.anchor_slot)
         x = self.model.block_input(self.embed(anchor_ids), last, self.mask_embedding(), width)
         return self.model.run_layers(x, context, visible, anchors)
 
@@ -309,7 +397,7 @@ class DFlashDrafter(nn.Module):
         """Load from a folder or a hub repository and bind to ``target`` if given."""
         from specdiff.drafters.saving import load
 
-        drafter = load(name_or_path, **kwargs)
+        drafter = load(name_or_path, target=target, **kwargs)
         return drafter.bind(target) if target is not None else drafter
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:

@@ -21,8 +21,8 @@ class DFlashSession:
     without a draft cost nothing, and many positions are projected for little more than one.
 
     The laws that :meth:`propose` uses: ``Delta`` under the greedy rule (argmax), ``Coupled`` under the coupled rule,
-    else ``Sampled``. Tokens are drawn left to right when a sequential head is present, each from the law that is
-    reported, so ``Sampled`` is exact.
+    else ``Sampled``. Tokens are drawn left to right when a head looks at the tokens before a slot, each from the law
+    that is reported, so ``Sampled`` is exact.
     """
 
     lazy = True
@@ -46,6 +46,7 @@ class DFlashSession:
         self._ids = columns.to(request.device)
         self._width = 0
         self._pending = Pending()
+        self._stepwise = config.sequential or config.edges or drafter.min_confidence > 0
         self._inside = self._ids < request.vocab_size
         self._all_inside = int(self._ids.max()) < request.vocab_size
 
@@ -92,15 +93,17 @@ class DFlashSession:
         # Inference mode spares small operators their bookkeeping; processors of a sampling request never run inside it.
         with torch.inference_mode() if self.request.greedy else torch.no_grad():
             states = self._states(anchor, slots)
-            if self.drafter.config.sequential:
-                drawn, rows = self._walk(states, noise)
+            if self._stepwise:
+                drawn, rows, sure = self._walk(anchor, states, noise)
             else:
                 logits = self._logits(self._model.norm(states))
                 drawn = [self._pick(logits, self._race(slots, noise))]
-                rows = list(logits.unbind(1))
+                rows, sure = list(logits.unbind(1)), None
             peaks = [row.amax(-1) for row in rows]
-        join = torch.stack if self.drafter.config.sequential else torch.cat
+        join = torch.stack if self._stepwise else torch.cat
         tokens = join(drawn, 1)  # made out here, these are ordinary tensors
+        if sure is not None:
+            limits = torch.minimum(limits, (sure.cumprod(1) >= self.drafter.min_confidence).long().cumprod(1).sum(1))
         finite = torch.isfinite(torch.stack(peaks, 1))  # NaN and an empty row show in the maximum
         lengths = torch.minimum(limits, finite.long().cumprod(1).sum(1))
         if self.request.greedy:
@@ -119,13 +122,15 @@ class DFlashSession:
         # Slots see each other, and a row's draft must not depend on how many its neighbours may still use: the pass
         # stays as wide as the widest so far.
         self._width = max(self._width, slots)
-        width = self._width if config.direct else self._width + 1
+        width = self._width + int(config.anchor_slot)
         x = self._model.block_input(drafter.embed(anchor[:, None]), last[:, None], drafter.mask_embedding(), width)
         visible = self._cache.visible()[:, None]
         states = self._model.run_layers(x, self._cache.read(), visible, self._cache.lengths[:, None])
         return states[:, 0, :slots]
 
-    def _walk(self, states: Tensor, noise: RoundNoise) -> tuple[list[Tensor], list[Tensor]]:
+    def _walk(
+        self, anchor: Tensor, states: Tensor, noise: RoundNoise
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         """Left to right: each slot sees the tokens drawn before it, so its law is exactly the one reported.
 
         With a shortlist the head is read once: its logits for all slots as if no token had been drawn are exact for
@@ -133,34 +138,42 @@ class DFlashSession:
         logits over its candidates, and 0 elsewhere.
 
         Returns:
-            Tokens ``Long[B]`` and logits by slot: ``[B, Vd]``, or only those of candidates under the greedy rule.
+            Tokens ``Long[B]`` and logits by slot: ``[B, Vd]``, or only those of candidates under the greedy rule; and
+            ``[B, k]`` estimated acceptance, if drafts are to be cut by it.
         """
         drafter, (batch, slots, _) = self.drafter, states.shape
         window = drafter.config.correction_window
         recent = torch.full((batch, window), -1, dtype=torch.long, device=states.device)
         race = self._race(slots, noise)
-        short = self._runtime.shortlist if slots > 1 else 0
+        whole = slots == 1 or drafter.config.edges or drafter.min_confidence > 0
+        short = 0 if whole else self._runtime.shortlist
         shared = columns = None
         if short:
             blind = drafter.embed(recent)[:, None].expand(-1, slots, -1, -1)
             shared = self._inside_only(self._runtime.logits(self._model.correct(states, blind)))
             columns = shared[:, 1:].topk(short, sorted=False).indices
-        tokens, rows = [], []
+        tokens: list[Tensor] = []
+        rows: list[Tensor] = []
+        sure: list[Tensor] = []
         for k in range(slots):
             noises = None if race is None else race[:, k]
             if shared is not None and columns is not None and k:
                 normed = self._model.correct(states[:, k], drafter.embed(recent))
                 token, logits = self._among(normed, columns[:, k - 1], noises)
-            else:
-                if shared is not None:
-                    logits = self._warped(shared[:, 0])
-                else:
-                    logits = self._logits(self._model.correct(states[:, k], drafter.embed(recent)))
+            elif shared is not None:
+                logits = self._warped(shared[:, 0])
                 token = self._pick(logits, noises)
+            else:
+                previous = tokens[-1] if tokens else anchor
+                normed = self._model.correct(states[:, k], drafter.embed(recent))
+                logits = self._logits(normed, previous)
+                token = self._pick(logits, noises)
+                if drafter.min_confidence:
+                    sure.append(self._model.confidence(normed, previous))
             tokens.append(token)
             rows.append(logits)
             recent = torch.cat([token[:, None], recent], 1)[:, :window]
-        return tokens, rows
+        return tokens, rows, torch.stack(sure, 1) if sure else None
 
     def _among(self, normed: Tensor, columns: Tensor, race: Tensor | None) -> tuple[Tensor, Tensor]:
         """A token and its law when only ``columns``: ``Long[B, M]`` may be drawn."""
@@ -173,9 +186,12 @@ class DFlashSession:
         whole = self._warped(whole)
         return self._pick(whole, race), whole
 
-    def _logits(self, normed: Tensor) -> Tensor:
+    def _logits(self, normed: Tensor, previous: Tensor | None = None) -> Tensor:
         """Logits ``[..., Vd]`` after the request's warp (not under the greedy rule, where only the argmax counts)."""
-        return self._warped(self._inside_only(self._runtime.logits(normed)))
+        logits = self._inside_only(self._runtime.logits(normed))
+        if previous is not None and self.drafter.config.edges:
+            logits = self._model.edge_logits(logits, normed, previous, self._ids)
+        return self._warped(logits)
 
     def _inside_only(self, logits: Tensor) -> Tensor:
         return logits if self._all_inside else logits.masked_fill(~self._inside, float("-inf"))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdiff.drafters.config import DFlashConfig
+from specdiff.drafters.convolution import DynamicConvolution
 
 
 class RMSNorm(nn.Module):
@@ -47,8 +48,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos[..., None, :] + turned.float() * sin[..., None, :]).to(x.dtype)
 
 
+def inside_window(visible: Tensor, start: Tensor, slots: int, window: int) -> Tensor:
+    """``Bool[B, A, S, T]``: of the context that an anchor may see, what lies less than ``window`` before each slot.
+
+    Args:
+        visible: ``Bool[B, A, T]``.
+        start: ``Long[B, A]`` position of each block's first slot; context position t is t.
+        slots: S.
+        window: in tokens, the slot itself included.
+    """
+    slot = start[..., None] + torch.arange(slots, device=start.device)
+    position = torch.arange(visible.shape[-1], device=start.device)
+    return visible[:, :, None] & (slot[..., None] - position < window)
+
+
+def hidden_slots(slots: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
+    """``Bool[S, S]`` which slots of its own block a slot may not see; None when it sees all of them."""
+    if not causal and not 0 < window < slots:
+        return None
+    index = torch.arange(slots, device=device)
+    distance = index[:, None] - index
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return hidden | (distance.abs() >= window) if window else hidden
+
+
 def block_attention(
-    q: Tensor, ctx_k: Tensor, ctx_v: Tensor, blk_k: Tensor, blk_v: Tensor, ctx_mask: Tensor, causal: bool
+    q: Tensor, ctx_k: Tensor, ctx_v: Tensor, blk_k: Tensor, blk_v: Tensor, ctx_mask: Tensor, hidden: Tensor | None
 ) -> Tensor:
     """Each anchor's slots attend to the context positions that ``ctx_mask`` allows and to their own block.
 
@@ -58,8 +83,8 @@ def block_attention(
         ctx_v: context values.
         blk_k: ``[B, A, S, g, D]`` the blocks' own keys; ``blk_v`` likewise.
         blk_v: the blocks' own values.
-        ctx_mask: ``Bool[B, A, T]`` True where anchor a may look.
-        causal: within the block, slots see only themselves and slots to their left.
+        ctx_mask: ``Bool[B, A, T]``, or ``Bool[B, A, S, T]`` by slot: True where it may look.
+        hidden: of :func:`hidden_slots`.
 
     Returns:
         ``[B, A, S, h * D]``.
@@ -70,10 +95,10 @@ def block_attention(
     q = (q * width**-0.5).view(rows, anchors, slots, groups, share, width).permute(0, 3, 4, 1, 2, 5)  # B g s A S D
     ctx = torch.matmul(q.reshape(rows, groups, share * anchors * slots, width), ctx_k.transpose(-1, -2))
     ctx = ctx.view(rows, groups, share, anchors, slots, length).float()
-    ctx = ctx.masked_fill(~ctx_mask[:, None, None, :, None, :], float("-inf"))
+    by_slot = ctx_mask if ctx_mask.dim() == 4 else ctx_mask[:, :, None]
+    ctx = ctx.masked_fill(~by_slot[:, None, None], float("-inf"))
     own = torch.matmul(q, blk_k.permute(0, 3, 1, 4, 2)[:, :, None]).float()  # B g s A S S
-    if causal:
-        hidden = torch.ones(slots, slots, dtype=torch.bool, device=q.device).triu(1)
+    if hidden is not None:
         own = own.masked_fill(hidden, float("-inf"))
     weights = torch.cat([ctx, own], -1).softmax(-1).to(ctx_v.dtype)
     seen, mine = weights.split([length, slots], -1)
@@ -86,9 +111,11 @@ def block_attention(
 class DraftAttention(nn.Module):
     """Attention with injected context; names as in the z-lab layout."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, index: int = 0) -> None:
         super().__init__()
         self.config = config
+        self.window = config.windows[index] if config.windows else 0
+        self.causal = config.sliding_causal if self.window else config.causal
         heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, heads * width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, groups * width, bias=False)
@@ -113,7 +140,8 @@ class DraftAttention(nn.Module):
             q = self.q_norm(q)
         k, v = self.keys_values(x, cos, sin)
         q = rotate(q, cos, sin)
-        return self.o_proj(block_attention(q, ctx_k.to(q.dtype), ctx_v.to(q.dtype), k, v, ctx_mask, self.config.causal))
+        hidden = hidden_slots(x.shape[2], self.causal, self.window, x.device)
+        return self.o_proj(block_attention(q, ctx_k.to(q.dtype), ctx_v.to(q.dtype), k, v, ctx_mask, hidden))
 
 
 class GatedMLP(nn.Module):
@@ -131,14 +159,19 @@ class GatedMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm attention and MLP around a residual stream."""
+    """Pre-norm attention and MLP around a residual stream, each perhaps between two convolutions."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, index: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
+        self.window = self.self_attn.window
+        self.convolved = config.conv_kernel > 0
+        if self.convolved:
+            self.attention_conv = DynamicConvolution(config.hidden_size, config.conv_kernel, config.conv_group)
+            self.mlp_conv = DynamicConvolution(config.hidden_size, config.conv_kernel, config.conv_group)
 
     def forward(self, x: Tensor, ctx_k: Tensor, ctx_v: Tensor, ctx_mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[B, A, S, H]`` to the same shape."""
@@ -146,8 +179,16 @@ class DraftLayer(nn.Module):
 
     def attend(self, x: Tensor, ctx_k: Tensor, ctx_v: Tensor, ctx_mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The attention half."""
-        return x + self.self_attn(self.input_layernorm(x), ctx_k, ctx_v, ctx_mask, cos, sin)
+        normed = self.input_layernorm(x)
+        if not self.convolved:
+            return x + self.self_attn(normed, ctx_k, ctx_v, ctx_mask, cos, sin)
+        normed, kernel = self.attention_conv.before(normed)
+        return x + self.attention_conv.after(self.self_attn(normed, ctx_k, ctx_v, ctx_mask, cos, sin), kernel)
 
     def think(self, x: Tensor) -> Tensor:
         """The MLP half."""
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed = self.post_attention_layernorm(x)
+        if not self.convolved:
+            return x + self.mlp(normed)
+        normed, kernel = self.mlp_conv.before(normed)
+        return x + self.mlp_conv.after(self.mlp(normed), kernel)

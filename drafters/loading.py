@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from specdiff.drafters.base import Drafter
 from specdiff.drafters.combined import CombinedDrafter
 from specdiff.drafters.lookup import PromptLookup
-from specdiff.errors import FormatError, UnsupportedError
+from specdiff.errors import FormatError, InvalidInputError, UnsupportedError
 
 ZOO = Path(__file__).parent / "zoo"
 WITH_LOOKUP = "+lookup"
@@ -40,15 +39,26 @@ def load(path_or_zoo_name: str | PathLike[str], target: Any = None, **options: A
         return PromptLookup()
     if name.endswith(WITH_LOOKUP):
         return CombinedDrafter(load(name[: -len(WITH_LOOKUP)], target, **options))
-    folder = ZOO / name if name in zoo() else Path(name)
-    if not folder.is_dir() and name.count("/") != 1:
-        raise FormatError(f"no drafter {name!r}: not a folder, not in the zoo ({', '.join(zoo()) or 'empty'})")
+    where = locate(name)
     if target is None:
         raise UnsupportedError(f"the drafter {name!r} reads its target's embedding and head: pass target=")
     from specdiff.drafters.dflash import DFlashDrafter
 
-    if folder.is_dir() and (folder / "config.json").exists():
-        kinds = json.loads((folder / "config.json").read_text()).get("architectures") or []
-        if "DFlashDraftModel" not in kinds:
-            raise FormatError(f"{folder}: {kinds or 'no architecture'} is not a drafter layout that specdiff loads yet")
-    return DFlashDrafter.from_pretrained(folder if folder.is_dir() else name, target, **options)
+    return DFlashDrafter.from_pretrained(where, target, **options)
+
+
+def locate(name: str) -> Path | str:
+    """Where a drafter with weights lies: a folder of the zoo or of its own, else its hub repository.
+
+    Raises:
+        InvalidInputError: prompt lookup has no files.
+        FormatError: nothing of this name can be one.
+    """
+    if name == "lookup" or name.endswith(WITH_LOOKUP):
+        raise InvalidInputError(f"{name}: prompt lookup has no weights; name the drafter alone")
+    folder = ZOO / name if name in zoo() else Path(name)
+    if folder.is_dir():
+        return folder
+    if name.count("/") != 1:
+        raise FormatError(f"no drafter {name!r}: not a folder, not in the zoo ({', '.join(zoo()) or 'empty'})")
+    return name

@@ -24,6 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("specdiff.bench.cli", "measure speed here, where it comes from, and whether drafting pays"),
     "tune": ("specdiff.cli.tune", "measure what passes cost here, and which block lengths pay"),
     "train": ("specdiff.cli.train", "train a drafter for a model"),
+    "export": ("specdiff.cli.export", "write a drafter for other programs"),
+    "serve": ("specdiff.cli.serve", "start vLLM, SGLang or llama.cpp with a drafter, or print how"),
     "env": ("specdiff.cli.env", "report versions, devices, caches"),
 }
 """Command name: (module, one line of help)."""

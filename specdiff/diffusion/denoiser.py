@@ -153,7 +153,7 @@ class Denoiser:
         """An empty cache for sequences of up to ``capacity`` positions."""
         if not self.supports_cache:
             raise UnsupportedError(f"{type(self.model).__name__} takes no key/value cache; use cache='none'")
-        return ScatterCache(int(self.config.num_hidden_layers), capacity)
+        return ScatterCache(int(self.config.num_hidden_layers), capacity, rows)
 
     def select(self, cache: ScatterCache, rows: Tensor) -> None:
         """Keep only ``rows`` of ``cache``."""

@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class _Slots:
     """What all layers of one cache share: where the current pass writes and how far it reads."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, batch: int) -> None:
         self.capacity = capacity
+        self.batch = batch
         self.slots: Tensor | None = None
         self.view = 0
         self.rows: Tensor | None = None
@@ -41,10 +42,11 @@ class ScatterLayer(CacheLayerMixin):
         return None if self._values is None else self._values[:, :, : self._shared.view]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers in the shape of the first states."""
+        """Allocate the buffers in the shape of the first states; for all rows, where only some take part yet."""
         slots = self._shared.capacity + 1
-        self._keys = key_states.new_zeros(*key_states.shape[:2], slots, key_states.shape[-1])
-        self._values = value_states.new_zeros(*value_states.shape[:2], slots, value_states.shape[-1])
+        rows = key_states.shape[0] if self._shared.rows is None else self._shared.batch
+        self._keys = key_states.new_zeros(rows, key_states.shape[1], slots, key_states.shape[-1])
+        self._values = value_states.new_zeros(rows, value_states.shape[1], slots, value_states.shape[-1])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -87,13 +89,14 @@ class ScatterCache(Cache):
     Args:
         layers: attention layers of the model.
         capacity: positions per row.
+        batch: rows, for a cache with ``keep_rows``.
     """
 
     keep_rows = False
     """For a cache that outlives a loop: :meth:`select` only narrows what takes part until :meth:`all_rows`."""
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        self._shared = _Slots(capacity)
+    def __init__(self, layers: int, capacity: int, batch: int = 0) -> None:
+        self._shared = _Slots(capacity, batch)
         self._own = [ScatterLayer(self._shared) for _ in range(layers)]
         super().__init__(layers=list(self._own))
         self.capacity = capacity

@@ -246,6 +246,22 @@ def test_drafts_end_before_the_first_unsure_token():
         assert cut.tolist() == (peaks >= bound).long().cumprod(-1).sum(-1).tolist()
 
 
+def test_a_row_may_start_drafting_later_than_the_others():
+    """The cache has room for rows that had nothing to draft in the first round."""
+
+    def drafts(limits):
+        s = drafter("context", block_size=3).start(
+            DraftRequest(2, torch.device("cpu"), torch.float32, VOCAB, capacity=20)
+        )
+        s.commit(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 3]), None)
+        noise = Noise(row_seeds(1, 2)).round(torch.tensor([4, 4]))
+        for limit in limits:
+            p = s.propose(torch.tensor([4, 7]), torch.tensor(limit), noise)
+        return p.tokens
+
+    assert torch.equal(drafts([[0, 3], [3, 3]]), drafts([[3, 3]]))
+
+
 def test_a_smaller_and_a_larger_drafter_vocabulary():
     ids = torch.tensor([[2, 8, 4, 7]])
     for vocab, mask in ((9, 8), (20, 19), (20, 5)):

@@ -1,4 +1,4 @@
-"""Drafters on disk: the z-lab layout, options, shards, errors, the loader's door."""
+"""Drafters on disk: specdiff's own files, options, shards, errors, the loader's door."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from specdiff.drafters import saving
 from specdiff.drafters.config import DFlashConfig
 from specdiff.drafters.dflash import DFlashDrafter
+from specdiff.drafters.formats import files
 from specdiff.drafters.loading import load, zoo
 from specdiff.drafters.lookup import PromptLookup
-from specdiff.drafters.saving import from_zlab, to_zlab
 from specdiff.errors import FormatError, InvalidInputError, UnsupportedError
 
 Z_LAB_KEYS = {
@@ -39,11 +39,14 @@ Z_LAB_KEYS = {
 }
 
 
-@pytest.mark.parametrize("variant", tiny.VARIANTS)
+@pytest.mark.parametrize("variant", [*tiny.VARIANTS, *tiny.EDGES])
 def test_round_trip(tmp_path, variant):
     model = tiny.target()
     ids = torch.arange(5, 40, 3)
-    drafter = tiny.drafter(model, draft_ids=ids, **tiny.VARIANTS[variant])
+    options = tiny.VARIANTS.get(variant) or tiny.EDGES.get(variant) or {}
+    if options.get("transition_rank"):
+        options = options | {"draft_vocab_size": len(ids)}
+    drafter = tiny.drafter(model, draft_ids=ids, **options)
     drafter.save_pretrained(tmp_path)
     again = DFlashDrafter.from_pretrained(tmp_path, model)
     assert again.config == drafter.config
@@ -62,7 +65,7 @@ def test_plain_layout_is_exactly_z_lab(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["block_size"] == drafter.block_size + 1, "that layout counts the anchor"
-    assert config["dflash_config"] == {"target_layer_ids": [0, 2], "mask_token_id": 3}
+    assert config["dflash_config"] == {"target_layer_ids": [0, 2], "mask_token_id": 3, "block_size": 5}
     assert "specdiff" not in config
     shape = load_file(tmp_path / "model.safetensors")["fc.weight"].shape
     assert shape == (tiny.HIDDEN, 2 * tiny.HIDDEN)
@@ -74,39 +77,6 @@ def test_nothing_of_the_target_is_written(tmp_path):
     drafter.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     assert not any(t.shape[0] == tiny.VOCAB for t in written.values() if t.dim() == 2)
-
-
-def test_new_and_old_config_layouts():
-    old = to_zlab(tiny.settings())
-    new = json.loads(json.dumps(old))
-    new["dflash_config"] |= {"block_size": new.pop("block_size"), "causal": False}
-    new["rope_parameters"] = {"rope_type": "default", "rope_theta": new.pop("rope_theta")}
-    assert from_zlab(old) == from_zlab(new) == tiny.settings()
-
-
-def test_default_taps_of_the_layout():
-    config = to_zlab(tiny.settings(num_target_layers=36, target_layer_ids=(1, 9, 17, 25, 33)))
-    assert saving.zlab_taps(36, 5) == (1, 9, 17, 25, 33)
-    assert saving.zlab_taps(36, 1) == (18,)
-    del config["dflash_config"]["target_layer_ids"]
-    config["dflash_config"]["num_taps"] = 5
-    assert from_zlab(config).target_layer_ids == (1, 9, 17, 25, 33)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "not DFlashDraftModel"),
-        ({"block_size": None}, "block_size"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding"),
-        ({"hidden_act": "gelu"}, "silu"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
-    ],
-)
-def test_other_layouts_are_refused_by_name(change, words):
-    with pytest.raises(FormatError, match=words):
-        from_zlab(to_zlab(tiny.settings()) | change)
 
 
 def test_weights_that_do_not_fit(tmp_path):
@@ -126,14 +96,14 @@ def test_shards_and_dtype(tmp_path):
     model = tiny.target()
     drafter = tiny.drafter(model, draft_ids=torch.arange(20))
     saving.save(drafter, tmp_path, dtype=torch.bfloat16, max_shard_bytes=12_000)
-    files = sorted(p.name for p in tmp_path.glob("*.safetensors"))
-    assert len(files) > 2 and all((tmp_path / f).stat().st_size < 16_000 for f in files)
+    shards = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2 and all((tmp_path / f).stat().st_size < 16_000 for f in shards)
     again = load(tmp_path, model)
     assert again.model.fc.weight.dtype == torch.float32
     assert torch.equal(again.model.fc.weight, drafter.model.fc.weight.bfloat16().float())
     drafter.save_pretrained(tmp_path)
     assert [p.name for p in tmp_path.glob("*.safetensors")] == ["model.safetensors"]
-    assert not (tmp_path / saving.INDEX).exists()
+    assert not (tmp_path / files.INDEX).exists()
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FormatError, match="is missing"):
         load(tmp_path, model)

@@ -69,6 +69,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "markov": {"markov_rank": 4},
     "everything": DIRECT | {"correction": 16, "correction_window": 2, "markov_rank": 4},
 }
+EDGES: dict[str, dict[str, Any]] = {
+    "dflash2": {"conv_kernel": 2, "conv_group": 8, "selector_rank": 6, "selector_top_k": 5},
+    "convolution": {"conv_kernel": 3, "conv_group": 16},
+    "selector": {"selector_rank": 6, "selector_top_k": 5},
+    "dspark": {
+        "anchor_predicts": True, "transition_rank": 6, "confidence": True, "confidence_sees_token": True,
+    },
+    "sliding": {"windows": (5, 0), "sliding_causal": True},
+    "all sliding": {"windows": (5, 3)},
+}  # fmt: skip
+"""Drafters of other layouts: served, some of them not trained."""
 
 
 def drafter(model: LlamaForCausalLM, seed: int = 0, draft_ids: Tensor | None = None, **options: Any) -> DFlashDrafter:
