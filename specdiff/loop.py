@@ -231,10 +231,12 @@ class Decoding:
         tokens = torch.cat([anchor[:, None], proposal.tokens.clamp(0, self.target.vocab_size - 1)], dim=1)
         result = state.forward(tokens, proposal.lengths + 1)
         assert result.logits is not None
+        passed = time.perf_counter()
         kept = self._judge(result.logits, proposal, noise, tokens=tokens, taps=result.taps)
         seconds = self.stats.seconds
         seconds["draft"] += drafted - began
         seconds["verify"] += kept - drafted
+        self.stats.accept_seconds += kept - passed
 
     def _propose(self, anchor: Tensor, noise: RoundNoise) -> Proposal:
         """Ask the drafter, within each row's budget, the target's position limit, and what pays."""

@@ -21,6 +21,8 @@ class GenerationStats:
         proposed_by_position: how often a token was proposed at each position of a block.
         accepted_by_position: how often it was accepted there.
         seconds: wall time of ``prefill``, ``draft``, ``verify`` and ``rest``.
+        accept_seconds: the part of ``verify`` behind the target pass: processors, rule, read-back. On an accelerator
+            the read-back waits for the pass, so that this holds most of it.
         prompt_tokens_computed: prompt tokens that went through the target in this call.
         finish_reason: per row ``eos``, ``stop`` or ``length``.
         rule: the acceptance rule used.
@@ -36,6 +38,7 @@ class GenerationStats:
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    accept_seconds: float = 0.0
     prompt_tokens_computed: int = 0
     finish_reason: list[str | None] = field(default_factory=list)
     rule: str = "greedy"

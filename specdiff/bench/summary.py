@@ -142,6 +142,7 @@ def drafting(samples: Sequence[Sample], arm: str = SPECDIFF) -> dict[str, Any]:
         "seconds_per_round": {
             part: seconds.get(part, 0.0) / rounds if rounds else None for part in ("draft", "verify", "rest")
         },
+        "accept_seconds_per_round": sum(stats.accept_seconds for stats in all_stats) / rounds if rounds else None,
     }
 
 

@@ -17,6 +17,8 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     for table in (ratio_table(report), arm_table(report), tau_table(report), draft_table(report), cost_table(report)):
         if table is not None:
             console.print(table)
+    if (report["mode"]["drafting"] or {}).get("accept_seconds_per_round") is not None:
+        console.print(round_words(report["mode"]["drafting"]), markup=False)
     if report.get("roofline"):
         console.print(roofline_words(report["roofline"]), markup=False)
     if report["efficiency"]:
@@ -115,6 +117,19 @@ def cost_table(report: dict[str, Any]) -> Table:
         table.add_row("drafter, tokens", *(number(cost["drafter_relative"].get(n)) for n in points))
         table.caption = f"full blocks break even at tau {number(cost['break_even_tau'])}"
     return table
+
+
+def round_words(drafting: dict[str, Any]) -> str:
+    """Where a round's time goes, in one sentence."""
+    seconds, accept = drafting["seconds_per_round"], drafting["accept_seconds_per_round"]
+    parts = {
+        "draft": seconds["draft"],
+        "target pass": seconds["verify"] - accept,
+        "accept": accept,
+        "host": seconds["rest"],
+    }
+    shares = ", ".join(f"{name} {milliseconds(value)}" for name, value in parts.items())
+    return f"A round of specdiff takes {milliseconds(sum(parts.values()))}: {shares}."
 
 
 def roofline_words(found: dict[str, Any]) -> str:

@@ -211,19 +211,29 @@ def _medians(
     limit: float,
     device: torch.device,
 ) -> dict[int, float]:
-    """Median seconds of ``call(size)``; each size twice in a row, the second one timed."""
+    """Median seconds of ``call(size)``; each size twice in a row, the second one timed.
+
+    Where two such turns would take longer than ``limit``, every size is timed once, after one call to warm up.
+    """
+
+    def timed(size: int) -> float:
+        synchronise(device)
+        began = time.perf_counter()
+        call(size)
+        synchronise(device)
+        return time.perf_counter() - began
+
     times: dict[int, list[float]] = {size: [] for size in sizes}
     start = time.perf_counter()
+    if 4 * len(sizes) * timed(sizes[0]) > limit:
+        return {size: timed(size) for size in sizes}
     for turn in range(10 * repeats + 1):
         spent = time.perf_counter() - start
         if (turn > repeats and spent >= budget) or (turn > 1 and spent >= limit):
             break
         for size in sizes:
             call(size)  # the same shape just before: caches hold what a running loop would find
-            synchronise(device)
-            began = time.perf_counter()
-            call(size)
-            synchronise(device)
+            seconds = timed(size)
             if turn:
-                times[size].append(time.perf_counter() - began)
+                times[size].append(seconds)
     return {size: statistics.median(values) for size, values in times.items()}

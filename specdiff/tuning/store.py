@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SCHEMA = 1
 BATCHES = (1, 4, 16)
 """Batch sizes that are measured; others use the nearest."""
-REPEATS, SECONDS = 3, 2.0
+REPEATS, SECONDS = 3, 4.0
 """Measurements per size, and seconds after which a curve is cut short (one measurement of each size is always made)."""
 CAREFUL_REPEATS, CAREFUL_SECONDS = 15, 30.0
 """The same when somebody asked for the measurement."""

@@ -139,6 +139,9 @@ def test_the_report_compares_and_names_them(drafter_folder, dflash_folder):
     console = Console(width=200, file=io.StringIO())
     print_report(json.loads(json.dumps(report)), console)
     shown = console.file.getvalue()
+    spent = report["mode"]["drafting"]
+    assert 0 < spent["accept_seconds_per_round"] < spent["seconds_per_round"]["verify"]
+    assert "A round of specdiff takes" in shown and "target pass" in shown
     assert "specdiff over transformers' DFlash decoding" in shown and "GB/s" in shown
 
 

@@ -14,7 +14,7 @@ from specdiff.cli import main
 from specdiff.drafters.combined import CombinedDrafter
 from specdiff.errors import InvalidInputError
 from specdiff.testing import RandomDrafter
-from specdiff.tuning import store
+from specdiff.tuning import measure, store
 from specdiff.tuning.curve import CostCurve
 from specdiff.tuning.measure import Judge, measure_cost
 from specdiff.warp import BlockWarp
@@ -141,12 +141,17 @@ def test_a_measurement_covers_the_whole_round_and_closes_what_it_opened(rule):
     assert closed == [1] and counts.count(1) == 4 * 16 and counts[0] == curve.context
 
 
-def test_a_limit_ends_a_slow_measurement():
-    calls = []
-    from specdiff.tuning import measure
+@pytest.mark.parametrize(("cost", "limit", "expected"), [(1.0, 6.0, [1, 1, 2]), (1.0, 9.0, [1, *[1, 1, 2, 2] * 3])])
+def test_a_limit_ends_a_slow_measurement(monkeypatch, cost, limit, expected):
+    calls, clock = [], [0.0]
 
-    measure._medians(lambda size: calls.append(size), [1, 2], 50, 0.0, 0.0, torch.device("cpu"))
-    assert calls == [1, 1, 2, 2] * 2  # one turn thrown away, one kept
+    def call(size):
+        calls.append(size)
+        clock[0] += cost
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    found = measure._medians(call, [1, 2], 50, 0.0, limit, torch.device("cpu"))
+    assert calls == expected and found == {1: cost, 2: cost}  # a call to warm up; a turn thrown away, two kept
 
 
 def test_tune_measures_prints_and_keeps(tiny_folder, tmp_path, monkeypatch, capsys):
