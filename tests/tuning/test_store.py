@@ -141,7 +141,7 @@ def test_a_measurement_covers_the_whole_round_and_closes_what_it_opened(rule):
     assert closed == [1] and counts.count(1) == 4 * 16 and counts[0] == curve.context
 
 
-@pytest.mark.parametrize(("cost", "limit", "expected"), [(1.0, 6.0, [1, 1, 2]), (1.0, 9.0, [1, *[1, 1, 2, 2] * 3])])
+@pytest.mark.parametrize(("cost", "limit", "expected"), [(1.0, 6.0, [1, 1, 2]), (1.0, 9.5, [1, *[1, 1, 2, 2] * 3])])
 def test_a_limit_ends_a_slow_measurement(monkeypatch, cost, limit, expected):
     calls, clock = [], [0.0]
 
