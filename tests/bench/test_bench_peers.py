@@ -14,10 +14,14 @@ from rich.console import Console
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from specdiff import SpecDiff
+from specdiff.bench.arms import specdiff_arm
 from specdiff.bench.peers import DFLASH, HF_DFLASH, LLAMA, LLAMA_LOOKUP, PEERS, PeerFiles, peer_arms
 from specdiff.bench.prompts import Prompt
 from specdiff.bench.run import BenchOptions, run_bench
 from specdiff.cli import main
+from specdiff.drafters.config import DFlashConfig
+from specdiff.drafters.dflash import DFlashDrafter, DFlashModel
+from specdiff.drafters.formats.export import export
 from specdiff.report.terminal import print_report
 from specdiff.testing import RandomDrafter
 
@@ -107,6 +111,24 @@ def test_transformers_own_dflash_decoding(drafter_folder):
     assert run.tokens == [plain(model, 12)]
     assert run.prefill > 0 and run.decode > 0 and 1 <= run.passes <= 11 and run.first >= 1
     assert run.decoded >= run.passes
+
+
+def test_transformers_takes_our_export(tmp_path):
+    """A plain drafter through ``specdiff export --to muse``: accepted as often there as here."""
+    model = tiny_llama(vocab=30)
+    config = DFlashConfig(
+        hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=30,
+        num_target_layers=2, target_layer_ids=(0,), block_size=3, mask_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    drafter = DFlashDrafter(DFlashModel(config).eval()).bind(model)
+    export(drafter, tmp_path / "out", "muse", target=model)
+    arms, refused = peer_arms(model, 0.0, 1, PeerFiles(str(tmp_path / "out")))
+    assert HF_DFLASH in arms, refused
+    run = arms[HF_DFLASH]([IDS], 24, 0)
+    ours = specdiff_arm(SpecDiff(model, drafter, fast="off"), 0.0)([IDS], 24, 0)
+    assert run.tokens == ours.tokens == [plain(model, 24)]
+    assert abs(run.passes - ours.passes) <= 1
 
 
 def test_the_dflash_package_and_its_end_token(dflash_folder):
