@@ -1,8 +1,9 @@
-"""Two drafters in one: prompt lookup where its match is long and has been paying off, another drafter elsewhere.
+"""Two drafters in one: prompt lookup where it promises more accepted tokens, another drafter elsewhere.
 
-The choice is made per row and round, before anything is drawn, from match lengths and from how many tokens each source
-had accepted in earlier rounds; so the chosen drafter's law stays what it says. Lookup's tokens are marked in
-``Proposal.delta``.
+What a copy promises grows with the length of its match; how much it keeps of that promise differs by text and by
+temperature, so every row keeps its own account of it, beside what the other drafter brought. The choice is made per row
+and round, before anything is drawn, from match lengths and from earlier rounds only; so the chosen drafter's law stays
+what it says. Lookup's tokens are marked in ``Proposal.delta``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ from specdiff.verify.noise import RoundNoise
 
 MEMORY = 0.8
 """How much of the running averages survives each round."""
-TRUST = 3.0
-"""Accepted tokens that a match of sufficient length is expected to bring before anything is known."""
+PROMISE = (0.9, 0.45)
+"""A match of n tokens promises ``0.9 + 0.45 n`` accepted ones: what greedy chats of the default target keep."""
+LONGEST = 12
+"""Matches past this length promise no more."""
+WEIGHT = 3.0
+"""Tokens of kept promise that every row starts with."""
+FORGIVE = 0.05
+"""Share of that start which each round of the other drafter gives back: a source that failed is tried again."""
+
+
+def promise(match: int) -> float:
+    """Accepted tokens that a copy is expected to bring after a match of ``match`` tokens."""
+    return PROMISE[0] + PROMISE[1] * min(match, LONGEST)
 
 
 class CombinedDrafter:
@@ -35,7 +47,7 @@ class CombinedDrafter:
         match: shortest match that lets the copier draft.
     """
 
-    def __init__(self, drafter: Drafter, lookup: PromptLookup | None = None, match: int = 4) -> None:
+    def __init__(self, drafter: Drafter, lookup: PromptLookup | None = None, match: int = 2) -> None:
         if match < 1:
             raise InvalidInputError(f"match must be at least 1, not {match}")
         self.drafter, self.match = drafter, match
@@ -56,20 +68,40 @@ class CombinedDrafter:
 
 @dataclass
 class Record:
-    """What one row's rounds brought, as running averages of accepted tokens by source."""
+    """One row's account of both sources.
 
-    copied: float = TRUST
+    Attributes:
+        promised: tokens that copies promised, a running sum.
+        kept: tokens that they brought, likewise.
+        drafted: tokens that a round of the other drafter brings, a running average.
+        open: what the round under way promised if it copies, 0 if it drafts, None between rounds.
+    """
+
+    promised: float = WEIGHT
+    kept: float = WEIGHT
     drafted: float = 1.0
-    source: str = field(default="")
+    open: float | None = field(default=None)
+
+    def prefers_copy(self, match: int) -> bool:
+        """Whether a copy after a match of this length promises at least as much as the other drafter has brought."""
+        return self.kept * promise(match) >= self.drafted * self.promised
+
+    def begin(self, promised: float) -> None:
+        """Note a round's source: a copy that promises so many tokens, or (0) the other drafter."""
+        self.open = promised
 
     def settle(self, accepted: int) -> None:
         """Book a round's accepted tokens to the source that drafted it."""
-        if self.source == "copied":
-            self.copied = MEMORY * self.copied + (1 - MEMORY) * accepted
-        elif self.source == "drafted":
+        if self.open is None:
+            return
+        if self.open:
+            self.promised = MEMORY * self.promised + self.open
+            self.kept = MEMORY * self.kept + accepted
+        else:
             self.drafted = MEMORY * self.drafted + (1 - MEMORY) * accepted
-            self.copied = max(self.copied, MEMORY * self.copied + (1 - MEMORY) * TRUST)  # forgive, slowly
-        self.source = ""
+            self.promised += FORGIVE * WEIGHT
+            self.kept += FORGIVE * WEIGHT
+        self.open = None
 
 
 class CombinedSession:
@@ -109,9 +141,9 @@ class CombinedSession:
         ]
 
     def _copies(self, found: Sequence[tuple[int, Sequence[int]]]) -> list[bool]:
-        """Which rows copy: their match is long enough, and copying has not been worse than drafting."""
+        """Which rows copy: their match is long enough, and a copy promises no less than a draft."""
         return [
-            length >= self._owner.match and record.copied >= record.drafted
+            length >= self._owner.match and record.prefers_copy(length)
             for (length, _), record in zip(found, self._records, strict=True)
         ]
 
@@ -120,8 +152,9 @@ class CombinedSession:
         limits = as_limits(limits, self._owner.block_size)
         found = self._lookup.matches(anchor)
         copy = self._copies(found)
-        for record, copies, limit in zip(self._records, copy, limits.tolist(), strict=True):
-            record.source = ("copied" if copies else "drafted") if limit else ""
+        for record, copies, (length, _), limit in zip(self._records, copy, found, limits.tolist(), strict=True):
+            if limit:
+                record.begin(min(promise(length), limit) if copies else 0.0)
         if all(copy):
             return self._lookup.propose(anchor, limits, noise)
         chosen = torch.tensor(copy, device=anchor.device)
@@ -146,7 +179,7 @@ class CombinedSession:
         self._lookup.rollback(lengths)
         self._inner.rollback(lengths)
         for record in self._records:
-            record.source = ""
+            record.open = None
 
     def close(self) -> None:
         """Close both sessions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Shape:
         mask_token_id: of a plain drafter; None takes an id that the corpus never uses.
     """
 
-    block_size: int = 5
+    block_size: int = 4
     layers: int = 1
     taps: tuple[int, ...] = ()
     tap_count: int = 5
@@ -110,6 +110,35 @@ def build(target: Any, corpus: Corpus, shape: Shape, seed: int = 0) -> DFlashDra
     if shape.vocabulary and shape.vocabulary < text.vocab_size:
         draft_ids = choose_vocabulary(documents, text.vocab_size, shape.vocabulary)
     return DFlashDrafter(model, draft_ids).bind(target)
+
+
+def continued(name: str, target: Any, block_size: int | None = None) -> DFlashDrafter:
+    """A finished drafter to train further, in float32 and bound to ``target``.
+
+    Args:
+        name: of the zoo, or a folder, or a hub repository.
+        target: what it drafts for.
+        block_size: K from now on, None for its own. Only a direct drafter has weights by slot: fewer slots drop the
+            last ones, new slots start as the last one.
+
+    Raises:
+        InvalidInputError: ``name`` is no block-diffusion drafter.
+    """
+    from specdiff.drafters.loading import load
+
+    drafter = load(name, target)
+    if not isinstance(drafter, DFlashDrafter):
+        raise InvalidInputError(f"{name!r} is no block-diffusion drafter that could be trained further")
+    if block_size is None or block_size == drafter.block_size:
+        return drafter
+    model = DFlashModel(replace(drafter.config, block_size=block_size))
+    weights = drafter.model.state_dict()
+    if drafter.config.direct:
+        slots = torch.arange(block_size).clamp(max=drafter.block_size - 1)
+        for key in ("options.slot.weight", "options.gain.weight"):
+            weights[key] = weights[key][slots]
+    model.load_state_dict(weights)
+    return DFlashDrafter(model, drafter.draft_ids).bind(target)
 
 
 def random_weights(model: DFlashModel) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specdiff.drafters.train.build import Shape
+from specdiff.drafters.train.build import Shape, continued
 from specdiff.drafters.train.dual import cli as dual
 from specdiff.drafters.train.loop import TrainConfig
 from specdiff.drafters.train.pipeline import Outcome, Plan
@@ -26,8 +26,8 @@ DEFAULTS: dict[str, dict[str, float]] = {
 """Options that both kinds have, with a default of their own."""
 ONLY = {
     "dflash": (
-        "plain", "block_size", "layers", "taps", "vocabulary", "init", "correction", "markov_rank", "weighting",
-        "serve_prompts",
+        "start", "plain", "block_size", "layers", "taps", "vocabulary", "init", "correction", "markov_rank",
+        "weighting", "serve_prompts",
     ),
     "dual": (
         "rank", "alpha", "block_sizes", "wsd", "drafting", "mask_ratios", "mask_level", "no_complement", "length",
@@ -39,6 +39,7 @@ ONLY = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options; defaults are those of :class:`Plan` and its parts."""
+    usual = Shape()
     parser.add_argument(
         "--data", action="append", required=True, metavar="PATH",
         help="corpus shards (.npz, a folder, a pattern) or a .jsonl of prompts to answer first; may be given often",
@@ -53,19 +54,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--chats", type=int, default=2000, help="chats to generate from prompts (default %(default)s)")
     data.add_argument("--own-share", type=float, default=0.5, help="share whose prompt the target writes itself")
+    data.add_argument(
+        "--quote-share", type=float, default=0.0,
+        help="share whose prompts quote earlier answers: summaries, questions, translations (default %(default)s)",
+    )  # fmt: skip
+    data.add_argument("--prompt-tokens", type=int, default=512, help="longest prompt (default %(default)s)")
     data.add_argument("--new-tokens", type=int, default=320, help="longest response (default %(default)s)")
     data.add_argument("--held-out", type=float, default=0.04, help="share kept for evaluation (default %(default)s)")
     shape = parser.add_argument_group("drafter")
-    shape.add_argument("--plain", action="store_true", help="plain z-lab DFlash layout (can be exported everywhere)")
-    shape.add_argument("--block-size", type=int, default=5, metavar="K", help="drafted tokens per pass (default 5)")
-    shape.add_argument("--layers", type=int, default=1, help="draft layers (default %(default)s)")
-    shape.add_argument("--taps", type=_ids, default=(), metavar="I,J,...", help="target layers to read")
     shape.add_argument(
-        "--vocabulary", type=int, default=10240, help="draft vocabulary, 0: all ids (default %(default)s)"
+        "--from", dest="start", metavar="DRAFTER",
+        help="train this drafter further (a folder, a zoo name); of the options below only --block-size goes with it",
+    )  # fmt: skip
+    shape.add_argument(
+        "--plain", action="store_true", default=None, help="plain z-lab DFlash layout (can be exported everywhere)"
     )
-    shape.add_argument("--init", choices=("target", "random"), default="target", help="starting weights")
-    shape.add_argument("--correction", type=int, default=0, metavar="WIDTH", help="gated correction head")
-    shape.add_argument("--markov-rank", type=int, default=0, metavar="R", help="low-rank Markov head")
+    shape.add_argument("--block-size", type=int, metavar="K", help=f"drafted tokens (default {usual.block_size})")
+    shape.add_argument("--layers", type=int, help=f"draft layers (default {usual.layers})")
+    shape.add_argument("--taps", type=_ids, metavar="I,J,...", help="target layers to read")
+    shape.add_argument("--vocabulary", type=int, help=f"draft vocabulary, 0: all ids (default {usual.vocabulary})")
+    shape.add_argument("--init", choices=("target", "random"), help=f"starting weights (default {usual.init})")
+    shape.add_argument("--correction", type=int, metavar="WIDTH", help="gated correction head")
+    shape.add_argument("--markov-rank", type=int, metavar="R", help="low-rank Markov head")
     shape.add_argument("--mask-token-id", type=int, help="of a plain drafter or adapter (default: an unused id)")
     loop = parser.add_argument_group("training")
     loop.add_argument("--rows", type=int, help="documents per step and process (default 8; dual: 1)")
@@ -78,7 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--average", type=float, help="decay of the weight average, 0: none (default .99; dual: .98)")
     loop.add_argument("--evaluate-every", type=float, default=5.0, metavar="MIN", help="minutes between evaluations")
     loop.add_argument("--evaluate-documents", type=int, default=48, metavar="N", help="held-out (default %(default)s)")
-    loop.add_argument("--precision", choices=("bf16", "no"), default="bf16", help="autocast of the training pass")
+    loop.add_argument(
+        "--precision", choices=("auto", "bf16", "no"), default="auto", help="of the training pass; auto: what is faster"
+    )
     loop.add_argument("--seed", type=int, default=0)
     loop.add_argument("--serve-prompts", type=int, default=8, help="held-out prompts decoded at the end")
 
@@ -109,22 +121,27 @@ def settle(args: argparse.Namespace, kind: str) -> None:
             setattr(args, name, value)
 
 
-def plan_of(args: argparse.Namespace, name: str) -> Plan:
-    """The run that the arguments describe, after :func:`settle`."""
+SHAPE_OPTIONS = ("plain", "layers", "taps", "vocabulary", "init", "correction", "markov_rank", "mask_token_id")
+"""Arguments that describe a new drafter; each is None unless it was given."""
+
+
+def plan_of(args: argparse.Namespace, name: str, target: Any) -> Plan:
+    """The run that the arguments describe, after :func:`settle`, for ``target``, which the card calls ``name``.
+
+    Raises:
+        InvalidInputError: a shape is given for a drafter that has one already.
+    """
+    given = {key: value for key in SHAPE_OPTIONS if (value := getattr(args, key)) is not None}
+    if args.start is not None and given:
+        options = ", ".join("--" + key.replace("_", "-") for key in given)
+        raise InvalidInputError(f"--from keeps the drafter's own shape: leave out {options}")
+    if args.block_size is not None:
+        given["block_size"] = args.block_size
     return Plan(
         data=args.data,
         folder=args.out,
-        shape=Shape(
-            block_size=args.block_size,
-            layers=args.layers,
-            taps=args.taps,
-            vocabulary=args.vocabulary,
-            plain=args.plain,
-            init=args.init,
-            correction=args.correction,
-            markov_rank=args.markov_rank,
-            mask_token_id=args.mask_token_id,
-        ),
+        shape=Shape(**given),
+        start=continued(args.start, target, args.block_size) if args.start is not None else None,
         config=TrainConfig(
             max_hours=args.max_hours,
             max_steps=args.max_steps,
@@ -140,7 +157,13 @@ def plan_of(args: argparse.Namespace, name: str) -> Plan:
             loss=LossConfig(args.weighting, args.gamma, args.hard),
         ),
         chats=args.chats,
-        recipe=Recipe(own_share=args.own_share, max_new_tokens=args.new_tokens, seed=args.seed),
+        recipe=Recipe(
+            own_share=args.own_share,
+            quote_share=args.quote_share,
+            max_new_tokens=args.new_tokens,
+            max_prompt_tokens=args.prompt_tokens,
+            seed=args.seed,
+        ),
         held_out=args.held_out,
         served_prompts=args.serve_prompts,
         resume=not args.fresh,

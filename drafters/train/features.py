@@ -89,20 +89,12 @@ def extract(
     layers = model.config.get_text_config().num_hidden_layers
     if not taps or not all(0 <= t < layers for t in taps):
         raise InvalidInputError(f"taps {tuple(taps)} must be layer ids in 0..{layers - 1}")
-    scratch = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    lens = np.array([len(d) for d in documents], np.int64)
-    starts = np.concatenate([[0], np.cumsum(lens)])
-    total, hidden = int(starts[-1]), model.config.get_text_config().hidden_size
-    make = np.lib.format.open_memmap
-    tap_file = make(scratch / "taps.npy", "w+", np.float16, (total, len(taps), hidden))
-    id_file = make(scratch / "top_ids.npy", "w+", np.int32, (total, top))
-    prob_file = make(scratch / "top_logprobs.npy", "w+", np.float16, (total, top))
+    lens = [len(d) for d in documents]
+    writer = FeatureWriter(folder, lens, taps, top, model.config.get_text_config().hidden_size)
     device = next(model.parameters()).device
     clipped = 0
     for batch in _batches(documents, batch_tokens):
-        ids = torch.zeros(len(batch), int(lens[batch].max()), dtype=torch.long)
+        ids = torch.zeros(len(batch), max(lens[i] for i in batch), dtype=torch.long)
         for row, i in enumerate(batch):
             ids[row, : lens[i]] = torch.from_numpy(documents[i].ids)
         states, top_ids, logprobs = target_pass(model, ids.to(device), taps, top)
@@ -111,20 +103,52 @@ def extract(
         states16 = states.clamp(-FLOAT16_MAX, FLOAT16_MAX).half().cpu().numpy()
         top_ids_np, logprobs_np = top_ids.cpu().numpy(), logprobs.clamp(min=-60000).half().cpu().numpy()
         for row, i in enumerate(batch):
-            span = slice(starts[i], starts[i + 1])
-            tap_file[span] = states16[row, : lens[i]]
-            id_file[span] = top_ids_np[row, : lens[i]]
-            prob_file[span] = logprobs_np[row, : lens[i]]
+            writer.put(i, states16[row, : lens[i]], top_ids_np[row, : lens[i]], logprobs_np[row, : lens[i]])
         if on_progress:
-            on_progress(int(lens[batch].sum()))
-    for file in (tap_file, id_file, prob_file):
-        file.flush()
+            on_progress(sum(lens[i] for i in batch))
     if clipped:
         logger.warning("%d tap values exceeded float16 and were clipped", clipped)
-    meta = {"taps": list(taps), "top": top, "documents": len(documents), "tokens": total}
-    (scratch / "meta.json").write_text(json.dumps(meta))
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
+    writer.finish()
+
+
+class FeatureWriter:
+    """Writes one shard's features; the folder appears whole or not at all.
+
+    Args:
+        folder: where :meth:`finish` puts them.
+        lens: tokens of each document.
+        taps: layer ids.
+        top: logits kept per position.
+        hidden: width of a state.
+    """
+
+    def __init__(self, folder: Path, lens: Sequence[int], taps: Sequence[int], top: int, hidden: int) -> None:
+        self._folder, self._scratch = folder, folder.with_name(folder.name + ".tmp")
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(parents=True)
+        self._starts = np.concatenate([[0], np.cumsum(np.array(lens, np.int64))])
+        total = int(self._starts[-1])
+        self._meta = {"taps": list(taps), "top": top, "documents": len(lens), "tokens": total}
+        make = np.lib.format.open_memmap
+        self._files = (
+            make(self._scratch / "taps.npy", "w+", np.float16, (total, len(taps), hidden)),
+            make(self._scratch / "top_ids.npy", "w+", np.int32, (total, top)),
+            make(self._scratch / "top_logprobs.npy", "w+", np.float16, (total, top)),
+        )
+
+    def put(self, index: int, *values: np.ndarray) -> None:
+        """States, top ids and log-probabilities of document ``index``; states may be ``[T, n * H]``."""
+        span = slice(self._starts[index], self._starts[index + 1])
+        for file, value in zip(self._files, values, strict=True):
+            file[span] = value.reshape(len(value), *file.shape[1:])
+
+    def finish(self) -> None:
+        """Make the folder appear."""
+        for file in self._files:
+            file.flush()
+        (self._scratch / "meta.json").write_text(json.dumps(self._meta))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.rename(self._folder)
 
 
 class FeatureShard:

@@ -41,7 +41,7 @@ class TrainConfig:
         average: decay of the weight average that is evaluated and saved, 0 for none.
         evaluate_every: minutes between evaluations (and checkpoints).
         evaluate_documents: held-out greedy documents.
-        mixed_precision: "bf16" or "no".
+        mixed_precision: "bf16", "no" or "auto" (whichever is faster on this device).
         seed: of data order and anchors.
         loss: see :class:`LossConfig`.
     """
@@ -59,7 +59,7 @@ class TrainConfig:
     average: float = 0.995
     evaluate_every: float = 5.0
     evaluate_documents: int = 48
-    mixed_precision: str = "bf16"
+    mixed_precision: str = "auto"
     seed: int = 0
     loss: LossConfig = field(default_factory=LossConfig)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ from specdiff.drafters.train.card import card
 from specdiff.drafters.train.corpus import Document, expand, read_shard, write_shard
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
+from specdiff.drafters.train.features import FeatureWriter
+from specdiff.drafters.train.generate import Generate, Trace
 from specdiff.drafters.train.loop import TrainConfig, TrainState
-from specdiff.drafters.train.regenerate import Generate, Recipe, read_prompts, regenerate
+from specdiff.drafters.train.quoting import Passage, as_passages
+from specdiff.drafters.train.regenerate import Recipe, read_prompts, regenerate
 from specdiff.drafters.train.trainer import Trainer
 from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
 
-SHARD_DOCUMENTS = 200
+SHARD_DOCUMENTS = 128
+"""Chats per generated shard; training takes shards in as they appear."""
 
 Serve = Callable[[Drafter, Sequence[Sequence[int]], int], dict[str, Any]]
 """``(drafter, prompts as ids, max_new_tokens) -> {"tau": ..., ...}``: greedy decoding in the serving path."""
@@ -42,6 +46,7 @@ class Plan:
         data: corpus shards (files, folders, patterns), or JSONL files of prompts.
         folder: run folder.
         shape: of the drafter.
+        start: a bound drafter to train further, ``shape`` is not looked at then; None to build one of ``shape``.
         config: of the training loop.
         chats: documents to generate from JSONL prompts.
         recipe: of the generation.
@@ -56,6 +61,7 @@ class Plan:
     data: Sequence[str]
     folder: Path
     shape: Shape = field(default_factory=Shape)
+    start: DFlashDrafter | None = None
     config: TrainConfig = field(default_factory=TrainConfig)
     chats: int = 2000
     recipe: Recipe = field(default_factory=Recipe)
@@ -65,6 +71,10 @@ class Plan:
     served_tokens: int = 96
     resume: bool = True
     name: str = "the target"
+
+    def taps(self, target: Any) -> tuple[int, ...]:
+        """Target layers that the drafter reads."""
+        return self.start.taps if self.start is not None else self.shape.tap_ids(target)
 
 
 @dataclass
@@ -102,22 +112,50 @@ def corpus_shards(
         return [*patterns, str(where)]
     if generate is None or tokenizer is None:
         raise InvalidInputError("prompts need a tokenizer and a way to generate; give corpus shards (.npz) instead")
-    shards = -(-plan.chats // SHARD_DOCUMENTS)
-    for number in range(shards):
+    quoted: list[Passage] = []
+    if plan.recipe.quote_share:
+        quoted = [p for path in expand(patterns) for p in as_passages(read_shard(path), tokenizer)]
+    for number in range(-(-plan.chats // SHARD_DOCUMENTS)):
         path = where / f"own-{number:05d}.npz"
-        if path.exists():
-            continue
-        wanted = min(SHARD_DOCUMENTS, plan.chats - number * SHARD_DOCUMENTS)
-        recipe = Recipe(**(asdict(plan.recipe) | {"seed": plan.recipe.seed + 7919 * number}))
-        made: list[Document] = []
-
-        def keep(document: Document, made: list[Document] = made, before: int = number * SHARD_DOCUMENTS) -> None:
-            made.append(document)
-            tell("generate", before + len(made), plan.chats, f"{sum(len(d) for d in made)} tokens in this shard")
-
-        regenerate(generate, tokenizer, prompts, wanted, recipe, keep)
-        write_shard(path, made)
+        if not path.exists():
+            write_own_shard(plan, path, number, generate, tokenizer, prompts, quoted, tell)
+        if plan.recipe.quote_share:
+            quoted += as_passages(read_shard(path), tokenizer)
     return [*patterns, str(where)]
+
+
+def write_own_shard(
+    plan: Plan,
+    path: Path,
+    number: int,
+    generate: Generate,
+    tokenizer: Any,
+    prompts: list[tuple[str, str]],
+    passages: Sequence[Passage],
+    tell: Progress,
+) -> None:
+    """Generate one shard, and its features where the generator kept traces (taps as it was told)."""
+    before = number * SHARD_DOCUMENTS
+    recipe = replace(plan.recipe, seed=plan.recipe.seed + 7919 * number)
+    made: list[Document] = []
+    traces: list[Trace] = []
+
+    def keep(document: Document, trace: Trace | None) -> None:
+        made.append(document)
+        if trace is not None:
+            traces.append(trace)
+        tell("generate", before + len(made), plan.chats, f"{sum(len(d) for d in made)} tokens in this shard")
+
+    regenerate(generate, tokenizer, prompts, min(SHARD_DOCUMENTS, plan.chats - before), recipe, keep, passages)
+    taps = getattr(generate, "taps", ())
+    if taps and len(traces) == len(made) > 0:
+        width = traces[0].taps.shape[1] // len(taps)
+        lens = [len(d) for d in made]
+        writer = FeatureWriter(plan.folder / "features" / path.stem, lens, taps, traces[0].top_ids.shape[1], width)
+        for index, trace in enumerate(traces):
+            writer.put(index, *trace)
+        writer.finish()
+    write_shard(path, made)
 
 
 def run(
@@ -150,7 +188,7 @@ def run(
     everyone()
     if not expand(patterns):
         raise InvalidInputError(f"no corpus shards in {list(plan.data)}")
-    taps = plan.shape.tap_ids(target)
+    taps = plan.taps(target)
     corpus = Corpus(patterns, plan.folder / "features", taps, plan.top, plan.held_out, target)
     total = sum(len(d) for path in expand(patterns) for d in read_shard(path))
     seen = [0]
@@ -164,7 +202,7 @@ def run(
     everyone()
     corpus.rescan()
     corpus.model = target if main else None
-    drafter = build(target, corpus, plan.shape, plan.config.seed)
+    drafter = plan.start if plan.start is not None else build(target, corpus, plan.shape, plan.config.seed)
     logger.info(describe(drafter, taps))
 
     def step(state: TrainState, info: dict[str, Any]) -> None:
@@ -203,7 +241,7 @@ def report(plan: Plan, corpus: Corpus, outcome: Outcome) -> None:
         "state": asdict(outcome.state),
         "held_out": asdict(outcome.held_out) if outcome.held_out else None,
         "served": outcome.served,
-        "shape": asdict(plan.shape),
+        "shape": asdict(plan.shape) if plan.start is None else plan.start.config.to_dict(),
         "config": asdict(plan.config),
     }
     (plan.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

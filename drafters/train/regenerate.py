@@ -1,9 +1,8 @@
-"""Stage 1: responses in the target's own words, by continuous batched generation with a plain Hugging Face model.
+"""Stage 1: responses in the target's own words.
 
-A finished row is replaced at once, so the batch stays full. Rows are right-aligned in time, not in space: each row owns
-one lane of a preallocated ragged cache. Prompts come from a JSONL file, or from the target itself: given the bare
-header of a user turn it writes one (Magpie, Xu et al. 2024), which is what makes a corpus look like the target's own
-world.
+Prompts come from a JSONL file; from the target itself: given the bare header of a user turn it writes one (Magpie, Xu
+et al. 2024), which is what makes a corpus look like the target's own world; and from earlier answers, quoted
+(:mod:`specdiff.drafters.train.quoting`).
 """
 
 from __future__ import annotations
@@ -11,22 +10,19 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from specdiff.drafters.train.corpus import Document
+from specdiff.drafters.train.generate import Generate, Trace
+from specdiff.drafters.train.quoting import Passage, quoting_prompts
 from specdiff.errors import FormatError, InvalidInputError
 
 logger = logging.getLogger(__name__)
-
-Generate = Callable[[list[list[int]], list[float], int, int], Iterable[tuple[int, list[int]]]]
-"""``(prompts, temperatures, max_new_tokens, seed) -> (index, new ids)`` in any order: how text is made."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +31,7 @@ class Recipe:
 
     Attributes:
         own_share: share of prompts that the target writes itself.
+        quote_share: share of prompts that quote earlier answers (none while there are no earlier answers).
         temperatures: of responses, drawn with ``weights``.
         weights: see ``temperatures``.
         max_new_tokens: of a response.
@@ -44,6 +41,7 @@ class Recipe:
     """
 
     own_share: float = 0.5
+    quote_share: float = 0.0
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     weights: tuple[float, ...] = (0.6, 0.25, 0.15)
     max_new_tokens: int = 320
@@ -59,7 +57,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
         FormatError: a line has neither.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -105,106 +103,14 @@ class Template:
         return cls(ids[0], ids[1], {ids[1][0]} if ids[1] else set())
 
 
-class Generator:
-    """Continuous batched generation through a ragged cache: B lanes, a finished one is refilled at once.
-
-    Args:
-        open_state: ``(batch, capacity) -> state`` with ``forward(tokens, counts, head=)``, ``advance``, ``rollback``
-            as the engine's target states have them; passed in, since drafters never import the engine.
-        ends: ids that end a text.
-        device: of the target.
-        lanes: B.
-        top_k: samples come from the k largest logits.
-    """
-
-    def __init__(
-        self,
-        open_state: Callable[[int, int], Any],
-        ends: Iterable[int],
-        device: torch.device,
-        lanes: int = 32,
-        top_k: int = 128,
-    ) -> None:
-        self.open_state, self.ends, self.device = open_state, frozenset(ends), device
-        self.lanes, self.top_k = lanes, top_k
-
-    @torch.no_grad()
-    def __call__(
-        self, prompts: list[list[int]], temperatures: list[float], max_new_tokens: int, seed: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yields (index of the prompt, new ids, the end token included) as rows finish."""
-        if not prompts:
-            return
-        random_state = torch.Generator(device="cpu").manual_seed(seed)
-        lanes = min(self.lanes, len(prompts))
-        state = self.open_state(lanes, max(map(len, prompts)) + max_new_tokens + 1)
-        queue = iter(range(len(prompts)))
-        owner: list[int | None] = [None] * lanes
-        new: list[list[int]] = [[] for _ in range(lanes)]
-        feed: list[list[int]] = [[] for _ in range(lanes)]
-
-        def refill(lane: int) -> None:
-            owner[lane] = index = next(queue, None)
-            new[lane] = []
-            feed[lane] = list(prompts[index]) if index is not None else []
-
-        for lane in range(lanes):
-            refill(lane)
-        try:
-            while any(index is not None for index in owner):
-                width = pass_width([len(f) for f in feed])
-                now = [f[:width] for f in feed]
-                feed = [f[width:] for f in feed]
-                counts = [len(n) for n in now]
-                table = torch.tensor([n + [0] * (width - len(n)) for n in now], device=self.device)
-                result = state.forward(table, torch.tensor(counts, device=self.device), head="last")
-                state.advance(counts)
-                warmth = torch.tensor([0.0 if i is None else temperatures[i] for i in owner])
-                drawn = draw(result.logits[:, 0].float().cpu(), warmth, self.top_k, random_state)
-                lengths = list(state.lengths)
-                for lane, token in enumerate(drawn.tolist()):
-                    index = owner[lane]
-                    if index is None or feed[lane]:
-                        continue
-                    new[lane].append(token)
-                    feed[lane] = [token]
-                    if token in self.ends or len(new[lane]) >= max_new_tokens:
-                        yield index, new[lane]
-                        refill(lane)
-                        lengths[lane] = 0
-                if lengths != list(state.lengths):
-                    state.rollback(lengths)
-        finally:
-            state.close()
-
-
-def pass_width(pending: list[int]) -> int:
-    """Inputs per lane of the next pass: the most for which at least half of what is computed is needed.
-
-    A lane with a new prompt then does not make the others wait for it, and a batch of new prompts goes in whole.
-    """
-    for width in sorted(set(pending), reverse=True):
-        if width and 2 * sum(min(p, width) for p in pending) >= width * sum(p > 0 for p in pending):
-            return width
-    return 1
-
-
-def draw(logits: Tensor, temperatures: Tensor, top_k: int, random_state: torch.Generator) -> Tensor:
-    """``Long[B]``: the argmax where a temperature is 0, else a draw from the ``top_k`` largest logits."""
-    values, ids = logits.topk(min(top_k, logits.shape[-1]), -1)
-    probs = (values / temperatures.clamp(min=1e-3)[:, None]).softmax(-1)
-    picked = torch.multinomial(probs, 1, generator=random_state)
-    picked = torch.where((temperatures > 0)[:, None], picked, torch.zeros_like(picked))
-    return ids.gather(1, picked)[:, 0]
-
-
 def regenerate(
     generate: Generate,
     tokenizer: Any,
     prompts: list[tuple[str, str]],
     count: int,
     recipe: Recipe,
-    on_document: Callable[[Document], None],
+    on_document: Callable[[Document, Trace | None], None],
+    passages: Sequence[Passage] = (),
 ) -> int:
     """Make ``count`` chats; each is handed to ``on_document`` when it is done. Returns how many were made.
 
@@ -214,22 +120,27 @@ def regenerate(
         prompts: (text, source); drawn without repeats, then again from the start.
         count: chats wanted; self-written prompts that never end are dropped, so fewer may come.
         recipe: what to generate.
-        on_document: receives each finished chat.
+        on_document: receives each finished chat, and its trace if the generator keeps traces.
+        passages: earlier answers that prompts may quote.
     """
     rng = random.Random(recipe.seed)
     template = Template.of(tokenizer)
-    own = round(count * recipe.own_share) if prompts else count
+
+    def fitting(found: Sequence[tuple[str, str]]) -> list[tuple[list[int], str]]:
+        pairs = [(template.wrap(tokenizer(t, add_special_tokens=False)["input_ids"]), s) for t, s in found]
+        return [(ids, source) for ids, source in pairs if len(ids) <= recipe.max_prompt_tokens]
+
+    quoted = round(count * recipe.quote_share) if passages else 0
+    own = round(count * recipe.own_share) if prompts else count - quoted
     chats: list[tuple[list[int], str]] = []
     if own:
         wanted = [template.before] * own
-        for _, ids in generate(wanted, [1.0] * own, recipe.own_prompt_tokens, recipe.seed + 1):
-            if len(ids) > 8 and ids[-1] in template.ends:
-                chats.append((template.wrap(ids[:-1]), "magpie"))
-    wrapped = [
-        (ids, source)
-        for text, source in prompts
-        if len(ids := template.wrap(tokenizer(text, add_special_tokens=False)["input_ids"])) <= recipe.max_prompt_tokens
-    ]
+        for answer in generate(wanted, [1.0] * own, recipe.own_prompt_tokens, recipe.seed + 1):
+            if len(answer.ids) > 8 and answer.ids[-1] in template.ends:
+                chats.append((template.wrap(answer.ids[:-1]), "magpie"))
+    if quoted:
+        chats += fitting(quoting_prompts(passages, 2 * quoted, recipe.seed))[:quoted]
+    wrapped = fitting(prompts)
     if prompts and not wrapped:
         raise InvalidInputError(f"every prompt is longer than {recipe.max_prompt_tokens} tokens")
     order: list[int] = []
@@ -239,9 +150,10 @@ def regenerate(
     rng.shuffle(chats)
     heats = rng.choices(recipe.temperatures, recipe.weights, k=len(chats))
     done = 0
-    for index, ids in generate([c[0] for c in chats], heats, recipe.max_new_tokens, recipe.seed + 2):
-        prompt, source = chats[index]
-        whole = np.array(prompt + ids, np.int64)
-        on_document(Document(whole, len(prompt), source, heats[index], f"{source}/{index}"))
+    for answer in generate([c[0] for c in chats], heats, recipe.max_new_tokens, recipe.seed + 2):
+        prompt, source = chats[answer.prompt]
+        whole = np.array(prompt + answer.ids, np.int64)
+        document = Document(whole, len(prompt), source, heats[answer.prompt], f"{source}/{answer.prompt}")
+        on_document(document, answer.trace)
         done += 1
     return done

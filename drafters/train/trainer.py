@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.batches import Batch
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
 from specdiff.drafters.train.loop import Loop, TrainConfig, TrainState
+from specdiff.drafters.train.precision import accelerator_for
 from specdiff.drafters.train.step import BlockObjective
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ class Trainer(Loop):
         folder: Path,
         on_step: Callable[[TrainState, dict[str, Any]], None] | None = None,
     ) -> None:
-        accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=not torch.cuda.is_available())
+        accelerator = accelerator_for(config.mixed_precision)
         self.drafter, self.corpus = drafter, corpus
         drafter.to(accelerator.device)
         self.head = drafter.head
         objective = BlockObjective(drafter, config.loss)
-        if config.mixed_precision == "bf16":
+        if accelerator.mixed_precision == "bf16":
             objective.head = drafter.head.to(torch.bfloat16)
         super().__init__(drafter.model, objective, config, folder, accelerator, on_step)
         self.items = corpus.evaluation_items(config.evaluate_documents)

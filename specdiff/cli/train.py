@@ -7,6 +7,7 @@ judge it) is handed to them here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     args.target = args.model if args.model is not None else args.target
     model, tokenizer = load_model(args)
     name = getattr(model.config, "_name_or_path", "") or args.target or "the offline model"
-    plan = training.plan_of(args, str(name))
+    plan = training.plan_of(args, str(name), model)
     if args.kind == "dual":
         return run_dual(args, plan, model, tokenizer)
     with training.Display() as display:
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             model,
             plan,
             tokenizer=tokenizer,
-            generate=generator(model),
+            generate=generator(model, plan.taps(model), plan.top),
             serve=lambda drafter, prompts, new: serve(model, drafter, prompts, new),
             baseline=PromptLookup(),
             tell=display,
@@ -77,15 +78,29 @@ def run_dual(args: argparse.Namespace, plan: Any, model: Any, tokenizer: Any) ->
     return codes.OK
 
 
-def generator(model: Any, lanes: int = 32) -> Any:
-    """Continuous batched generation over the engine's target states."""
-    from specdiff.drafters.train.regenerate import Generator
+def generator(model: Any, taps: Sequence[int] = (), top: int = 32, lanes: int = 64) -> Any:
+    """Continuous batched generation over the engine's target states; taps and likeliest tokens are kept on the way.
+
+    Packed passes where the model is of their pattern: they attend over each row's own length, stock ones over the
+    longest row's.
+    """
+    from specdiff.drafters.train.generate import Generator
+    from specdiff.errors import UnsupportedError
+    from specdiff.fast.target import FastTarget
     from specdiff.target import Target
 
-    target = Target(model)
+    stock = Target(model)
+    fast: FastTarget | None = None
+    with contextlib.suppress(UnsupportedError):
+        fast = FastTarget(model)
+
+    def open_state(batch: int, capacity: int, taps: Sequence[int]) -> Any:
+        target = fast if fast is not None and fast.refuses(capacity) is None else stock
+        return target.open(batch, capacity, taps)
+
     ends = model.generation_config.eos_token_id
     ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return Generator(lambda batch, capacity: target.open(batch, capacity), ids, target.device, lanes)
+    return Generator(open_state, ids, stock.device, lanes, taps=taps, top=top)
 
 
 def serve(model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:

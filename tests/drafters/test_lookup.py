@@ -10,7 +10,7 @@ import torch
 
 from specdiff import SpecDiff
 from specdiff.drafters.base import Drafter, DraftSession
-from specdiff.drafters.combined import CombinedDrafter, merge
+from specdiff.drafters.combined import CombinedDrafter, Record, merge, promise
 from specdiff.drafters.lookup import NgramIndex, PromptLookup
 from specdiff.errors import InvalidInputError
 from specdiff.testing import RandomDrafter, ReplayDrafter
@@ -151,3 +151,31 @@ def test_combined_takes_the_better_source():
     assert tau(CombinedDrafter(perfect, lookup, match=1)) > 0.6 * tau(perfect)
     assert tau(CombinedDrafter(ReplayDrafter(text, 8, [0]), lookup, match=1)) >= 0.8 * tau(lookup)
     assert tau(CombinedDrafter(ReplayDrafter(text, 8, [3]), lookup, match=99)) == tau(ReplayDrafter(text, 8, [3]))
+
+
+def test_a_row_keeps_account_of_both_sources():
+    """At first any match is worth more than an unknown drafter; copies that fail hand over, longer matches come back
+    first, and after enough rounds of the other drafter short ones are tried again."""
+    record = Record()
+    assert record.prefers_copy(2)
+    tries = 0
+    while record.prefers_copy(2):
+        record.begin(promise(2))
+        record.settle(0)
+        tries += 1
+    assert 1 <= tries <= 4
+    assert record.prefers_copy(12), "a long match promises more"
+    rounds = 0
+    while not record.prefers_copy(2):
+        record.begin(0.0)
+        record.settle(1)
+        rounds += 1
+    assert 2 <= rounds <= 40
+    good = Record(drafted=2.0)
+    for _ in range(10):
+        good.begin(promise(4))
+        good.settle(8)
+    assert good.prefers_copy(2), "promises kept more than once over"
+    before = (good.kept, good.promised, good.drafted)
+    good.settle(5)
+    assert (good.kept, good.promised, good.drafted) == before, "no round was open: prefill"

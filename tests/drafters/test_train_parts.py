@@ -19,11 +19,12 @@ from specdiff.drafters.train.corpus import Document, expand, read_shard, write_s
 from specdiff.drafters.train.data import Corpus, held_out
 from specdiff.drafters.train.evaluate import replay
 from specdiff.drafters.train.features import FeatureShard, extract
+from specdiff.drafters.train.generate import Answer, Generator, Lane, draw, pass_width, refill
 from specdiff.drafters.train.initialise import default_taps
 from specdiff.drafters.train.losses import decay_weights, dpace_weights
 from specdiff.drafters.train.optim import Average, schedule
 from specdiff.drafters.train.overlap import shared
-from specdiff.drafters.train.regenerate import Generator, Recipe, Template, draw, pass_width, read_prompts, regenerate
+from specdiff.drafters.train.regenerate import Recipe, Template, read_prompts, regenerate
 from specdiff.drafters.train.vocabulary import choose_vocabulary, coverage
 from specdiff.errors import FormatError, InvalidInputError
 
@@ -163,19 +164,23 @@ def test_overlap_is_found():
 
 
 @pytest.mark.slow
-def test_no_dev_prompt_in_the_development_corpus():
-    """The 13-gram check on the real thing (a fifth of the corpus)."""
-    data = dev_data()
-    if data is None:
+@pytest.mark.parametrize("name", ["chats.npz", "quoting.npz", "prompts.jsonl"])
+def test_no_dev_prompt_in_the_training_text(name):
+    """The 13-gram check on the real thing (a fifth of the large file)."""
+    data, corpus = dev_data(), Path(__file__).parents[2] / "corpus" / name
+    if data is None or not corpus.exists():
         pytest.skip("no development data beside this checkout")
     from specdiff import load_target
 
     _, tokenizer = load_target()
-    held = [json.loads(line)["turns"] for line in (data / "spec_bench_dev.jsonl").read_text().splitlines()]
-    texts = [tokenizer(t, add_special_tokens=False)["input_ids"] for turns in held for t in turns]
+    lines = (data / "spec_bench_dev.jsonl").read_text(encoding="utf-8").strip().split("\n")
+    texts = [tokenizer(t, add_special_tokens=False)["input_ids"] for line in lines for t in json.loads(line)["turns"]]
     template = Template.of(tokenizer)
-    corpus = read_shard(data / "corpus_smollm2.npz")[::5]
-    assert shared([d.ids for d in corpus], texts, [template.before, template.after]) == []
+    if corpus.suffix == ".npz":
+        trained = [d.ids for d in read_shard(corpus)][:: 5 if name == "chats.npz" else 1]
+    else:
+        trained = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in read_prompts(corpus)]
+    assert len(trained) > 100 and shared(trained, texts, [template.before, template.after]) == []
 
 
 # regeneration -------------------------------------------------------------------------------------------------------
@@ -187,11 +192,11 @@ def test_pass_width():
     assert pass_width([1, 1]) == 1 and pass_width([0, 7, 0]) == 7
 
 
-def generator(model, lanes: int, ends=()) -> Generator:
+def generator(model, lanes: int, ends=(), **traces) -> Generator:
     from specdiff.target import Target
 
     target = Target(model)
-    return Generator(lambda batch, capacity: target.open(batch, capacity), ends, target.device, lanes)
+    return Generator(target.open, ends, target.device, lanes, **traces)
 
 
 def test_continuous_generation_equals_generate():
@@ -201,11 +206,59 @@ def test_continuous_generation_equals_generate():
     prompts = [rng.integers(4, tiny.VOCAB, n).tolist() for n in (3, 9, 5, 14, 4, 6, 8)]
     wants = [tiny.greedy(model, torch.tensor([p]), 12)[0, len(p) :].tolist() for p in prompts]
     end = wants[2][4]
-    got = dict(generator(model, 3, [end])(prompts, [0.0] * 7, 12, 0))
+    got = {a.prompt: a.ids for a in generator(model, 3, [end])(prompts, [0.0] * 7, 12, 0)}
     assert sorted(got) == list(range(7))
     for i, want in enumerate(wants):
         cut = want.index(end) + 1 if end in want else 12
         assert got[i] == want[:cut]
+
+
+def test_shared_starts_are_kept_and_traces_are_the_targets_own(tmp_path):
+    """Prompts with a common start in few lanes: the same texts, and features equal to those of a pass over each."""
+    model = tiny.target()
+    rng = np.random.default_rng(1)
+    start = rng.integers(4, tiny.VOCAB, 9).tolist()
+    prompts = [start[:cut] + rng.integers(4, tiny.VOCAB, 3).tolist() for cut in (9, 0, 9, 4, 9)]
+    fed: list[int] = []
+    make = generator(model, 2, taps=(0, 2), top=5)
+    inner = make.open_state
+
+    def counted(*args):
+        state = inner(*args)
+        forward = state.forward
+
+        def noted(tokens, counts, head):
+            fed.append(int(counts.sum()))
+            return forward(tokens, counts, head=head)
+
+        state.forward = noted
+        return state
+
+    make.open_state = counted
+    answers = {a.prompt: a for a in make(prompts, [0.0] * 5, 6, 0)}
+    documents = [Document(np.array(p + answers[i].ids), len(p)) for i, p in enumerate(prompts)]
+    for i, prompt in enumerate(prompts):
+        assert answers[i].ids == tiny.greedy(model, torch.tensor([prompt]), 6)[0, len(prompt) :].tolist()
+    assert sum(fed) < sum(len(p) + 6 for p in prompts) - 9, "at least one start was computed once only"
+    extract(model, documents, tmp_path / "f", [0, 2], top=5)
+    shard = FeatureShard(tmp_path / "f", documents)
+    for i, document in enumerate(documents):
+        want, got, cut = shard[i], answers[i].trace, document.prompt_length
+        assert got is not None and got.taps.shape == (len(document), 2 * tiny.target().config.hidden_size)
+        flat = want.taps.reshape(len(document), -1)
+        np.testing.assert_allclose(got.taps[:-1], flat[:-1], atol=2e-2, rtol=2e-2)
+        assert not got.taps[-1].any(), "the last token was never fed"
+        answered = slice(cut - 1, len(document) - 1)
+        assert got.top_ids[answered, 0].tolist() == want.top_ids[answered, 0].tolist() == answers[i].ids
+        np.testing.assert_allclose(got.top_logprobs[answered], want.top_logprobs[answered], atol=2e-2)
+        assert (np.exp(got.top_logprobs[: cut - 1].astype(np.float32)) == 0).all()
+
+
+def test_refill_prefers_what_the_lane_holds():
+    lane, queue = Lane(fed=[1, 2, 3, 9]), [0, 1, 2]
+    assert refill(lane, [[5, 6], [1, 2, 3], [1, 2, 4]], queue) == 2, "one id is left to feed"
+    assert lane.owner == 1 and queue == [0, 2]
+    assert refill(Lane(), [[5]], []) == 0
 
 
 def test_draw_mixes_greedy_and_sampled_rows():
@@ -240,13 +293,18 @@ def test_regenerate_makes_chats():
         calls.append((prompts, heats, limit))
         for i, _ in enumerate(prompts):
             if limit == 7:  # the user's turn
-                yield i, [9] * 10 + [after] if i % 2 else [9] * 12
+                yield Answer(i, [9] * 10 + [after] if i % 2 else [9] * 12)
             else:
-                yield i, [20, 21, 2]
+                yield Answer(i, [20, 21, 2])
 
     made: list[Document] = []
     recipe = Recipe(own_share=0.5, own_prompt_tokens=7, max_new_tokens=5, max_prompt_tokens=20)
-    count = regenerate(generate, Words(), [("hello", "list"), ("x" * 40, "long")], 8, recipe, made.append)
+
+    def keep(document: Document, trace: object) -> None:
+        assert trace is None
+        made.append(document)
+
+    count = regenerate(generate, Words(), [("hello", "list"), ("x" * 40, "long")], 8, recipe, keep)
     assert count == len(made) == 8
     assert calls[0][0] == [[ord("<") % tiny.VOCAB]] * 4
     assert sorted(d.source for d in made) == ["list"] * 6 + ["magpie"] * 2
@@ -255,13 +313,15 @@ def test_regenerate_makes_chats():
         assert d.ids[0] == ord("<") % tiny.VOCAB and d.ids[d.prompt_length - 1] == after
         assert d.temperature in recipe.temperatures
     with pytest.raises(InvalidInputError, match="longer than"):
-        regenerate(generate, Words(), [("x" * 40, "long")], 2, recipe, made.append)
+        regenerate(generate, Words(), [("x" * 40, "long")], 2, recipe, keep)
 
 
 def test_prompt_files(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a", "source": "s"}\n\n{"turns": ["b", "c"]}\n')
     assert read_prompts(path) == [("a", "s"), ("b", "")]
+    path.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert read_prompts(path) == [("a\u2028b", "")], "only a line feed ends a line"
     path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(FormatError, match="line 2"):
         read_prompts(path)
@@ -328,6 +388,54 @@ def test_command(tmp_path, tiny_folder, capsys):
     arguments = ["train", str(tiny_folder), *where, *options.split()]
     assert main(arguments) == 0
     assert f"drafter: {tmp_path / 'run' / 'drafter'}" in capsys.readouterr().out
+    shards = list((tmp_path / "run" / "features").glob("own-*/taps.npy"))
+    assert len(shards) == 1, "kept while the text was generated"
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    assert load(tmp_path / "run" / "drafter", model).block_size == 5
+    assert load(tmp_path / "run" / "drafter", model).block_size == 4
     assert main(["train", str(tiny_folder), *where]) != 0, "no budget"
+
+    more = ["train", str(tiny_folder), "--data", str(tmp_path / "run" / "corpus"), "--out", str(tmp_path / "more")]
+    more += ["--rows", "2", "--anchors", "4", "--serve-prompts", "0", "--precision", "no", "--max-steps", "2"]
+    more += ["--from", str(tmp_path / "run" / "drafter"), "--block-size", "3"]
+    assert main(more) == 0
+    assert load(tmp_path / "more" / "drafter", model).block_size == 3
+    capsys.readouterr()
+    assert main([*more, "--layers", "2"]) != 0, "the drafter has its shape"
+    assert "leave out --layers" in capsys.readouterr().err
+
+
+def test_a_drafter_is_continued_with_another_block_size(tmp_path):
+    """Fewer slots: the first ones as they were. More: the new ones start as the last."""
+    from specdiff.drafters.train.build import Shape, build, continued
+
+    model = tiny.target()
+    write_shard(tmp_path / "a.npz", documents(8))
+    shape = Shape(block_size=3, layers=1, taps=(0, 2), vocabulary=0, window=2)
+    corpus = Corpus([str(tmp_path)], tmp_path / "f", (0, 2), top=4, share=0.0, model=model)
+    corpus.rescan()
+    build(model, corpus, shape).save_pretrained(tmp_path / "d", dtype=None)
+    same = continued(str(tmp_path / "d"), model)
+    assert same.block_size == 3 and same.bound
+    for slots in (2, 5):
+        other = continued(str(tmp_path / "d"), model, slots)
+        assert other.block_size == slots and other.bound
+        mine, theirs = other.model.state_dict(), same.model.state_dict()
+        for name, value in theirs.items():
+            if "slot" in name or "gain" in name:
+                assert torch.equal(mine[name], value[[min(k, 2) for k in range(slots)]])
+            else:
+                assert torch.equal(mine[name], value), name
+    with pytest.raises(InvalidInputError, match="no block-diffusion drafter"):
+        continued("lookup", model)
+
+
+def test_precision_is_the_faster_one(monkeypatch):
+    from specdiff.drafters.train import precision
+
+    cpu = torch.device("cpu")
+    for faster, want in ((torch.float32, "no"), (torch.bfloat16, "bf16")):
+        monkeypatch.setattr(precision, "seconds", lambda dtype, device, faster=faster: 1.0 if dtype == faster else 2.0)
+        assert precision.choose("auto", cpu) == want
+        assert precision.choose("no", cpu) == "no" and precision.choose("bf16", cpu) == "bf16"
+    monkeypatch.undo()
+    assert precision.seconds(torch.float32, cpu) > 0

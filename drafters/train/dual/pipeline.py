@@ -16,9 +16,9 @@ from specdiff.drafters.train.corpus import expand
 from specdiff.drafters.train.dual.card import dual_card
 from specdiff.drafters.train.dual.config import DualConfig
 from specdiff.drafters.train.dual.trainer import Denoising, Documents, DualTrainer
+from specdiff.drafters.train.generate import Generate
 from specdiff.drafters.train.loop import TrainState
 from specdiff.drafters.train.pipeline import Plan, Progress, corpus_shards
-from specdiff.drafters.train.regenerate import Generate
 from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from specdiff.diffusion.dual import DualAdapter
 from specdiff.diffusion.spec import DLMSpec
@@ -19,6 +18,7 @@ from specdiff.drafters.train.dual.config import DualConfig, largest_block, openn
 from specdiff.drafters.train.dual.noise import NoisyBatch, Row, make_batch, pack_rows
 from specdiff.drafters.train.dual.objective import DualObjective
 from specdiff.drafters.train.loop import Loop, TrainConfig, TrainState
+from specdiff.drafters.train.precision import accelerator_for
 from specdiff.errors import InvalidInputError
 
 HELD_OUT_SEED = 20_011
@@ -102,7 +102,7 @@ class DualTrainer(Loop):
         folder: Path,
         on_step: Callable[[TrainState, dict[str, Any]], None] | None = None,
     ) -> None:
-        accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=not torch.cuda.is_available())
+        accelerator = accelerator_for(config.mixed_precision)
         self.adapter, self.documents, self.spec, self.dual = adapter, documents, spec, dual
         adapter.base.requires_grad_(False)
         super().__init__(adapter, DualObjective(adapter, dual), config, folder, accelerator, on_step)
