@@ -146,6 +146,7 @@ class Decoding:
         seconds["rest"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
         self.stats.finish_reason = [row.reason for row in self.rows]
         self.stats.notes += self.job.lengths.notes()
+        self.stats.modelled_cost = self.job.lengths.modelled_cost
         return self.rows
 
     def close(self) -> None:

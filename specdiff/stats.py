@@ -23,6 +23,7 @@ class GenerationStats:
         seconds: wall time of ``prefill``, ``draft``, ``verify`` and ``rest``.
         accept_seconds: the part of ``verify`` behind the target pass: processors, rule, read-back. On an accelerator
             the read-back waits for the pass, so that this holds most of it.
+        modelled_cost: with adaptive lengths, what the call cost by the measured cost curve relative to plain decoding.
         prompt_tokens_computed: prompt tokens that went through the target in this call.
         finish_reason: per row ``eos``, ``stop`` or ``length``.
         rule: the acceptance rule used.
@@ -39,6 +40,7 @@ class GenerationStats:
     accepted_by_position: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     accept_seconds: float = 0.0
+    modelled_cost: float | None = None
     prompt_tokens_computed: int = 0
     finish_reason: list[str | None] = field(default_factory=list)
     rule: str = "greedy"

@@ -38,6 +38,11 @@ class Lengths(Protocol):
     given_up: bool
     """Keeping the drafter's context is itself too dear: the loop should let go of it."""
 
+    @property
+    def modelled_cost(self) -> float | None:
+        """What the request cost by the model, relative to plain decoding; None when nothing is modelled."""
+        ...
+
     def begin(self, prompts: Sequence[int], lazy: bool) -> None:
         """Prompt tokens computed per row, and whether the drafter's commits cost nothing by themselves."""
         ...
@@ -64,6 +69,7 @@ class FixedLengths:
 
     adapts = False
     given_up = False
+    modelled_cost = None
 
     def begin(self, prompts: Sequence[int], lazy: bool) -> None:
         """Nothing to prepare."""
@@ -244,9 +250,16 @@ class AdaptiveLengths:
         self._records = [self._records[row] for row in rows]
 
     def notes(self) -> list[str]:
-        """How much of the request was drafted, and what that cost by the model."""
-        cost = self.spent / self.plain if self.plain else 1.0
-        return [
-            f"adaptive lengths: {self.drafting_rounds} of {self.rounds} rounds drafted; "
-            f"modelled cost {cost:.2f} of plain decoding"
-        ]
+        """Whether the request was drafted."""
+        if self.drafting_rounds == self.rounds:
+            what = "drafted in every round"
+        elif self.drafting_rounds:
+            what = "some rounds were plain decoding"
+        else:
+            what = "plain decoding, drafting would not have paid"
+        return [f"adaptive lengths: {what}"] if self.rounds else []
+
+    @property
+    def modelled_cost(self) -> float | None:
+        """Modelled cost of the request relative to plain decoding."""
+        return self.spent / self.plain if self.plain else None
