@@ -3,8 +3,9 @@
     python benchmarks/adaptive.py [--prompts FILE] [--per-set 8] [--new-tokens 128] [--temperature 0] [--threads N]
 
 Interleaved on each prompt: plain decoding, the pair with its whole block, the pair with adaptive lengths, two useless
-drafters with adaptive lengths (random ids; the right text with every id wrong). Shown are decode times relative to
-plain decoding by set (medians; below 1 is faster), prefill included in both. The aim: no set above 1.05.
+drafters with adaptive lengths (random ids; the right text with every id wrong). Which comes first rotates. Shown: times
+of whole calls relative to plain decoding by set (medians; below 1 is faster) and the cost that the model gave. The aim:
+no set above 1.05.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,8 +27,8 @@ from specdiff.bench.prompts import encode, load_prompts
 from specdiff.testing import RandomDrafter, ReplayDrafter
 
 
-def timed(wrapped: SpecDiff, ids: torch.Tensor, tokens: int, temperature: float) -> tuple[float, torch.Tensor, float]:
-    """Seconds of a call, its new tokens, its tau."""
+def timed(wrapped: SpecDiff, ids: torch.Tensor, tokens: int, temperature: float) -> tuple[float, Any, torch.Tensor]:
+    """Seconds of a call, its statistics, its new tokens."""
     began = time.perf_counter()
     out = wrapped.generate(
         ids,
@@ -36,7 +38,7 @@ def timed(wrapped: SpecDiff, ids: torch.Tensor, tokens: int, temperature: float)
         rule="coupled" if temperature else "auto",  # one text for all, so that all do the same work
         **sampling_arguments(temperature),
     )
-    return time.perf_counter() - began, out.sequences[:, ids.shape[1] :], out.stats.tau or 1.0
+    return time.perf_counter() - began, out.stats, out.sequences[:, ids.shape[1] :]
 
 
 def main() -> None:
@@ -56,9 +58,10 @@ def main() -> None:
     vocab = model.config.vocab_size
     found: dict[str, dict[str, list[float]]] = {}
     taus: dict[str, list[float]] = {}
-    for prompt in load_prompts(args.prompts, per_set=args.per_set):
+    modelled: dict[str, list[float]] = {}
+    for at, prompt in enumerate(load_prompts(args.prompts, per_set=args.per_set)):
         ids = encode(tokenizer, prompt.text)[None]
-        _, text, _ = timed(plain, ids, args.new_tokens, args.temperature)
+        _, _, text = timed(plain, ids, args.new_tokens, args.temperature)
         arms = {
             "plain": plain,
             "whole block": redrafted(plain, drafter, drafter.block_size),
@@ -70,16 +73,18 @@ def main() -> None:
             for wrapped in arms.values():  # costs are measured and kept before anything is timed
                 timed(wrapped, ids, 8, args.temperature)
         seconds = {}
-        for name, wrapped in arms.items():
-            seconds[name], mine, tau = timed(wrapped, ids, args.new_tokens, args.temperature)
-            taus.setdefault(name, []).append(tau)
+        turn = at % len(arms)
+        for name in [*arms][turn:] + [*arms][:turn]:
+            seconds[name], stats, mine = timed(arms[name], ids, args.new_tokens, args.temperature)
+            taus.setdefault(name, []).append(stats.tau or 1.0)
+            modelled.setdefault(name, []).append(stats.modelled_cost or float("nan"))
             if not torch.equal(mine, text):
                 print(f"{prompt.id}: {name} wrote another text (a near-tie)")
         for name, value in seconds.items():
             found.setdefault(prompt.set, {}).setdefault(name, []).append(value / seconds["plain"])
     console = Console()
     console.print(f"{cpu_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    names = list(taus)
+    names = list(arms)
     table = Table(title=f"time relative to plain decoding, {args.new_tokens} tokens, temperature {args.temperature:g}")
     for column in ("prompt set", *names):
         table.add_column(column, justify="right")
@@ -87,6 +92,7 @@ def main() -> None:
         table.add_row(group, *(f"{statistics.median(values[name]):.2f}" for name in names))
     table.add_section()
     table.add_row("mean tau", *(f"{statistics.fmean(taus[name]):.2f}" for name in names))
+    table.add_row("mean modelled cost", *(f"{statistics.fmean(modelled[name]):.2f}" for name in names))
     console.print(table)
 
 
