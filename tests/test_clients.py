@@ -48,7 +48,7 @@ def test_stock_transformers_writes_the_same_text(model_pair, prompts, tmp_path):
     export(load(locate(PLAIN), target=model), folder, "muse", target=model)
     drafter = DFlashDrafter.from_pretrained(folder, model)
     asked = common.prompts(prompts, 3, tokenizer)
-    found = common.compare(model, drafter, asked, 24, Stock(model, folder), tell=lambda line: None)["summary"]
+    found = common.compare(model, drafter, asked, 24, Stock(model, folder))["summary"]
     assert found["same_text"] == 3, found["mismatches"]
     assert found["ours"]["accepted"] > 0
     assert found["theirs"]["accepted"] == pytest.approx(found["ours"]["accepted"], abs=2)

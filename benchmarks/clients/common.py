@@ -60,7 +60,7 @@ def mismatch(model: Any, ids: Sequence[int], one: Sequence[int], other: Sequence
 
 def compare(
     model: Any, drafter: DFlashDrafter, asked: Sequence[tuple[str, list[int]]], new: int,
-    theirs: Callable[[Sequence[int], int], dict[str, Any]], tell: Callable[[str], None] = print,
+    theirs: Callable[[Sequence[int], int], dict[str, Any]], save: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Both sides on every prompt.
 
@@ -70,15 +70,18 @@ def compare(
         asked: of :func:`prompts`.
         new: tokens per prompt.
         theirs: the other side: as :func:`ours`, for a prompt and a number of tokens.
-        tell: progress.
+        save: takes the result so far, after every prompt.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {}
     for number, (name, ids) in enumerate(asked):
         mine, other = ours(model, drafter, ids, new), theirs(ids, new)
         parted = mismatch(model, ids, mine["tokens"], other["tokens"])
         rows.append({"id": name, "ours": mine, "theirs": other, "mismatch": parted})
-        tell(f"{number + 1}/{len(asked)} {name}: {'same' if parted is None else parted}")
-    return {"summary": summary(rows), "prompts": rows}
+        result = {"summary": summary(rows), "prompts": rows}
+        save(result)
+        print(f"{number + 1}/{len(asked)} {name}: {'same' if parted is None else parted}", flush=True)
+    return result
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

