@@ -1,4 +1,4 @@
-"""One door to every drafter: ``"lookup"``, a name of the zoo, a folder, a hub repository."""
+"""One door to every drafter: ``"lookup"``, a name of the zoo, a folder, a hub repository, a dual-mode adapter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from specdiff.drafters import dual
 from specdiff.drafters.base import Drafter
 from specdiff.drafters.combined import CombinedDrafter
 from specdiff.drafters.lookup import PromptLookup
@@ -39,6 +40,9 @@ def load(path_or_zoo_name: str | PathLike[str], target: Any = None, **options: A
         return PromptLookup()
     if name.endswith(WITH_LOOKUP):
         return CombinedDrafter(load(name[: -len(WITH_LOOKUP)], target, **options))
+    adapter = dual.find(name)
+    if adapter is not None:
+        return dual.own_drafter(adapter, target, options)
     where = locate(name)
     if target is None:
         raise UnsupportedError(f"the drafter {name!r} reads its target's embedding and head: pass target=")

@@ -19,9 +19,10 @@ class NativeRow:
     """One setting, over all prompts.
 
     Attributes:
-        name: "greedy AR", "left to right" (diffusion, one token per pass), "diffusion" or "drafts for itself".
+        name: "greedy AR", the policy ("leading" goes from left to right, "threshold" takes the surest tokens first),
+            or "drafts for itself".
         block: tokens per block, or drafted tokens per round; None for AR.
-        threshold: confidence needed to commit more than one token per pass; None where it does not apply.
+        threshold: confidence needed to commit more than the leftmost token in a pass; None where it does not apply.
         log_likelihood: mean log-probability (nats) that the AR model gives the text's tokens.
         top_share: share of tokens that are the AR model's own top token after what is before them.
         prefix_share: share of the text that equals greedy AR text before the first difference.
@@ -99,8 +100,7 @@ def native_quality(
     thresholds: Sequence[float],
     new_tokens: int,
 ) -> list[NativeRow]:
-    """The table: greedy AR; diffusion with one token per pass from left to right, and for every block size and
-    threshold; and the model drafting for itself.
+    """The table: greedy AR; diffusion by both policies for every block size and threshold; drafting for itself.
 
     All texts have the same length: end ids do not stop a row. Every prompt runs through all settings before the next
     one, so that a change of the machine's load touches all of them.
@@ -109,12 +109,12 @@ def native_quality(
         lm: a dual-mode model (:meth:`DiffusionLM.from_adapter`).
         prompts: ``Long[1, P]`` each.
         blocks: block sizes; 1 is AR.
-        thresholds: 1 commits one token per pass, the surest one.
+        thresholds: 1 commits one token per pass.
         new_tokens: length of every text.
     """
     if lm.adapter is None:
         raise UnsupportedError(f"{lm.spec.name}: this table compares a dual-mode model with its own AR half")
-    settings = [*((b, None) for b in blocks), *((b, t) for b in blocks for t in thresholds)]
+    settings = [(p, b, t) for p in ("leading", "threshold") for b in blocks for t in thresholds]
     ar, texts = _Tally(lm), {s: _Tally(lm) for s in settings}
     own = {b: _Tally(lm) for b in blocks if b > 1}
     plain: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -125,19 +125,17 @@ def native_quality(
         begin = time.perf_counter()
         reference = lm.ar.generate(ids, attention_mask=mask, **plain, **suppressed)
         ar.add(reference, length, reference, new_tokens, time.perf_counter() - begin)
-        for block, threshold in settings:
-            policy: dict[str, Any] = {"policy": "any_order", "order": "left"}
-            if threshold is not None:
-                policy = {"policy": "threshold", "threshold": threshold}
+        for policy, block, threshold in settings:
             out = lm.generate(
                 ids,
                 max_new_tokens=new_tokens,
                 block_size=block,
+                policy=policy,
+                threshold=threshold,
                 eos_token_id=(),
                 return_dict_in_generate=True,
-                **policy,
             )
-            texts[block, threshold].add(out.sequences, length, reference, out.stats.nfe[0], out.stats.seconds)
+            texts[policy, block, threshold].add(out.sequences, length, reference, out.stats.nfe[0], out.stats.seconds)
         for block, tally in own.items():
             begin = time.perf_counter()
             drafted = SpecDiff(lm.ar, lm.drafter(block_size=block)).generate(
@@ -147,7 +145,7 @@ def native_quality(
             tally.add(drafted.sequences, length, reference, passes, time.perf_counter() - begin)
     first = ar.row("greedy AR", None, None)
     base = first.tokens_per_second
-    rows = [texts[b, t].row("left to right" if t is None else "diffusion", b, t, base) for b, t in settings]
+    rows = [texts[p, b, t].row(p, b, t, base) for p, b, t in settings]
     return [first, *rows, *(tally.row("drafts for itself", b, None, base) for b, tally in own.items())]
 
 

@@ -79,7 +79,9 @@ def run(args: argparse.Namespace) -> int:
         ids, hole = gaps(lm, text, args.gap_tokens)
         first = int(hole[0].nonzero().min())
         with _screen(lm, live, args.delay, ids[0, :first]) as streamer:
-            out = lm.infill(ids, hole, streamer=streamer, **settings)
+            # clean text is causal in such a model: to be seen, what follows a gap must lie in its canvas
+            stretch = lm.spec.attention == "causal_context"
+            out = lm.infill(ids, hole, stretch=stretch, streamer=streamer, **settings)
         written = out.sequences[0]
     else:
         ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
@@ -143,15 +145,9 @@ def load_lm(args: argparse.Namespace) -> Any:
 
 def default_adapter() -> str | None:
     """Folder of the dual-mode adapter that ships in the zoo, if there is one."""
-    from pathlib import Path
+    from specdiff.drafters.dual import adapters
 
-    from specdiff.diffusion.dual import CONFIG
-    from specdiff.drafters import zoo
-
-    for root in map(Path, zoo.__path__):
-        for found in sorted(root.glob(f"*/{CONFIG}")):
-            return str(found.parent)
-    return None
+    return next((str(folder) for folder in adapters().values()), None)
 
 
 def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from specdiff.cli import codes
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     args.target = args.model if args.model is not None else args.target
     model, tokenizer = load_model(args)
     name = getattr(model.config, "_name_or_path", "") or args.target or "the offline model"
+    name = Path(name).name if Path(name).is_dir() else name  # cards do not tell where a folder lies
     plan = training.plan_of(args, str(name), model)
     if args.kind == "dual":
         return run_dual(args, plan, model, tokenizer)

@@ -68,7 +68,7 @@ class MaskEmbedding(nn.Module):
     """The base's embedding, with a row of its own for the mask on noisy rows.
 
     The row starts as half the mean of all embeddings, "some token": what the base makes of it is far closer to the
-    model's own predictions than what it makes of a reserved token that it never saw (docs/native.md has figures).
+    model's own predictions than what it makes of a reserved token that it never saw.
     """
 
     def __init__(self, base: nn.Embedding, mask_id: int, switch: _Switch) -> None:
@@ -209,7 +209,7 @@ def dual_spec(mask_id: int, block_size: int, **changes: Any) -> DLMSpec:
         "block_size": block_size,
         "alignment": "prompt",
         "convention": "sdar",
-        "policy": "threshold",
+        "policy": "leading",
         "cache": "block",
     }
     return DLMSpec(**{**values, **changes})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from bench_tiny import tiny_llama
@@ -52,15 +54,14 @@ def test_the_table_agrees_with_what_must_hold():
     by = {(r.name, r.block, r.threshold): r for r in rows}
     ar = by["greedy AR", None, None]
     assert ar.top_share == 1.0 and ar.prefix_share == 1.0 and ar.tokens_per_pass == 1.0
-    for threshold in (0.0, 1.0):
-        one = by["diffusion", 1, threshold]
+    for policy, threshold in itertools.product(("leading", "threshold"), (0.0, 1.0)):
+        one = by[policy, 1, threshold]
         assert one.log_likelihood == pytest.approx(ar.log_likelihood, abs=1e-5)
         assert one.prefix_share == 1.0 and one.top_share == 1.0
-    assert by["left to right", 4, None].tokens_per_pass == pytest.approx(1.0, abs=0.1)
-    assert by["left to right", 1, None].prefix_share == 1.0
-    assert by["diffusion", 4, 1.0].tokens_per_pass == pytest.approx(1.0, abs=0.1)
-    assert by["diffusion", 4, 0.0].tokens_per_pass > 2.5
-    assert by["diffusion", 4, 0.0].log_likelihood < ar.log_likelihood
+    for policy in ("leading", "threshold"):
+        assert by[policy, 4, 1.0].tokens_per_pass == pytest.approx(1.0, abs=0.1)
+        assert by[policy, 4, 0.0].tokens_per_pass > 2.5
+        assert by[policy, 4, 0.0].log_likelihood < ar.log_likelihood
     own = by["drafts for itself", 4, None]
     assert own.prefix_share == 1.0 and own.log_likelihood == pytest.approx(ar.log_likelihood, abs=1e-5)
     text = markdown(rows)

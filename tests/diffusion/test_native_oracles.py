@@ -212,6 +212,25 @@ def test_fast_dllm_v1(model, rule, value, block):
     assert out.stats.nfe == [passes]
 
 
+@pytest.mark.parametrize("threshold", [0.0, 0.2, 0.6, 1.0])
+def test_leading_grows_from_left_to_right(model, threshold):
+    ids, net = prompt(5), full_net(model)
+    x, passes = torch.cat([ids[0], torch.full((NEW,), MASK)]), 0
+    while (x[5:] == MASK).any():
+        sure, best = torch.softmax(forbid(net(x)), -1).max(-1)
+        place = int((x == MASK).nonzero()[0])
+        x[place] = best[place]
+        while place + 1 < len(x) and sure[place] >= threshold and sure[place + 1] >= threshold:
+            place += 1
+            x[place] = best[place]
+        passes += 1
+    out = lm(model).generate(
+        ids, max_new_tokens=NEW, policy="leading", threshold=threshold, return_dict_in_generate=True
+    )
+    assert out.sequences[0].tolist() == x.tolist()
+    assert out.stats.nfe == [passes]
+
+
 # -- block-causal models ----------------------------------------------------------------------------------------------
 
 

@@ -14,13 +14,14 @@ import torch
 from specdiff import DiffusionLM, SpecDiff
 from specdiff.cli import codes, main
 from specdiff.diffusion.dual import DualAdapter, dual_spec
+from specdiff.drafters.loading import load
 from specdiff.drafters.train.corpus import Document, write_shard
 from specdiff.drafters.train.dual.config import DualConfig
 from specdiff.drafters.train.dual.pipeline import DualPlan, run
 from specdiff.drafters.train.dual.trainer import Documents, DualTrainer, held_out_batches, summary
 from specdiff.drafters.train.loop import TrainConfig
 from specdiff.drafters.train.pipeline import Plan
-from specdiff.errors import InvalidInputError
+from specdiff.errors import InvalidInputError, UnsupportedError
 
 MASK = 3
 QUICK = {"mixed_precision": "no", "optimizer": "adamw", "average": 0.0, "evaluate_every": 1e9, "warmup": 0.05}
@@ -123,6 +124,13 @@ def test_the_trained_adapter_drafts_for_its_own_model(trained, counting):
     assert torch.equal(plain.sequences, wanted)
     assert out.stats.acceptance_by_position[0] == plain.stats.acceptance_by_position[0] == 1.0
     assert out.stats.tau > plain.stats.tau + 0.2
+    folder = plan.run.folder / "adapter"
+    by_name = SpecDiff(lm.ar, str(folder)).generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    assert torch.equal(by_name, wanted)
+    with pytest.raises(UnsupportedError, match="target"):
+        load(folder)
+    with pytest.raises(InvalidInputError, match="dtype"):
+        load(folder, lm.ar, dtype=torch.float32)
 
 
 class Stop(Exception):

@@ -14,6 +14,7 @@ from specdiff.diffusion.policies.confidence import (
     Edit,
     EntropyBudget,
     Factor,
+    Leading,
     Mixed,
     Quota,
     Sequential,
@@ -31,6 +32,7 @@ POLICIES: dict[str, type[Policy]] = {
     for policy in (
         Quota,
         Threshold,
+        Leading,
         Factor,
         SubBlock,
         Dynamic,

@@ -78,6 +78,25 @@ class Threshold(Policy):
 
 
 @dataclass(frozen=True)
+class Leading(Policy):
+    """The leftmost mask; if it reaches the threshold, also those right behind it as long as they do.
+
+    The text grows from left to right, so every token knows all that is before it: the careful choice for models made of
+    autoregressive ones, whose first slot is the sure one.
+    """
+
+    name: ClassVar[str] = "leading"
+    threshold: float = 0.9
+
+    def check(self) -> None:
+        in_range(self, "threshold", 0.0, 1.0)
+
+    def decide(self, view: View) -> Decision:
+        tokens, confidence, _ = view.propose()
+        return committed(view, select.leading(confidence >= self.threshold, view.open), tokens, confidence)
+
+
+@dataclass(frozen=True)
 class Factor(Policy):
     """Fast-dLLM v1's factor rule: the longest prefix of sorted confidences with ``c_i >= 1 - f / (i + 1)``."""
 
