@@ -220,13 +220,11 @@ def test_nothing_to_learn_from_is_an_error(tmp_path):
 
 
 def test_command(tmp_path, tiny_folder, capsys):
-    """``specdiff train --kind dual`` with every recipe's options, then ``specdiff diffuse`` with what it made."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
-    tiny.write_greedy_corpus(tmp_path / "data", model, 12, new=20)
-    where = ["--kind", "dual", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "run")]
-    options = "--max-steps 3 --rows 2 --anchors 4 --held-out 0.3 --precision no --rank 2 --block-sizes 2,4 --length 24"
+    """``specdiff train --kind dual`` from prompts, with every recipe's options, then ``specdiff diffuse``."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello there"}\n{"prompt": "one two three"}\n')
+    where = ["--kind", "dual", "--data", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "run")]
+    options = "--chats 12 --own-share 0 --new-tokens 16 --held-out 0.3"
+    options += " --max-steps 3 --rows 2 --anchors 4 --precision no --rank 2 --block-sizes 2,4 --length 64"
     options += " --wsd .3,.3 --mask-ratios .2,.9 --mask-level sequence --annealing .5 --inverse-t --confidence-term .1"
     options += " --no-packing --no-complement --drafting .3"
     assert main(["train", str(tiny_folder), *where, *options.split()]) == 0
