@@ -26,7 +26,7 @@ def load(path_or_zoo_name: str | PathLike[str], target: Any = None, **options: A
 
     Args:
         path_or_zoo_name: ``"lookup"``; a name of the zoo (:func:`zoo`); a folder; or a hub repository id. Any but the
-            first may end in ``"+lookup"``: prompt lookup then drafts where its match is long.
+            first may end in ``"+lookup"``: prompt lookup then drafts where its match promises more.
         target: the Hugging Face causal LM that it will draft for.
         options: of :func:`specdiff.drafters.saving.load` (``dtype``, ``revision``, ``token``, ``cache_dir``,
             ``local_files_only``).
