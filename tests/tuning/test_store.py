@@ -138,7 +138,7 @@ def test_a_measurement_covers_the_whole_round_and_closes_what_it_opened(rule):
     )
     assert set(curve.target) == {1, 2, 5} and set(curve.drafter) == {1, 2, 4} and curve.block_size == 4
     assert min(*curve.target.values(), *curve.drafter.values(), curve.prefill) > 0 and curve.warm >= 0
-    assert closed == [1] and counts.count(1) == 4 * 16 and counts[0] == curve.context
+    assert closed == [1] and counts.count(1) == 5 * 16 and counts[0] == curve.context
 
 
 @pytest.mark.parametrize(("cost", "limit", "expected"), [(1.0, 6.0, [1, 1, 2]), (1.0, 9.5, [1, *[1, 1, 2, 2] * 3])])
