@@ -114,7 +114,9 @@ def native_quality(
     """
     if lm.adapter is None:
         raise UnsupportedError(f"{lm.spec.name}: this table compares a dual-mode model with its own AR half")
-    settings = [(p, b, t) for p in ("leading", "threshold") for b in blocks for t in thresholds]
+    settings = [(p, b, t) for p in ("leading", "threshold") for b in blocks for t in thresholds if b > 1]
+    if 1 in blocks:
+        settings.insert(0, ("leading", 1, 1.0))  # whatever the policy and the threshold, it is one token at a time
     ar, texts = _Tally(lm), {s: _Tally(lm) for s in settings}
     own = {b: _Tally(lm) for b in blocks if b > 1}
     plain: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
