@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, as_limits
+from specdiff.drafters.common_start import common_start
 from specdiff.errors import UnsupportedError
 from specdiff.verify.laws import Delta, Proposal
 from specdiff.verify.noise import RoundNoise
@@ -150,7 +151,7 @@ class RetokenisedSession:
 
     def _follow(self, wanted: list[list[int]]) -> None:
         """Bring the inner session to ``wanted``: drafter ids by row."""
-        kept = [_common(held, ids) for held, ids in zip(self._held, wanted, strict=True)]
+        kept = [common_start(held, ids) for held, ids in zip(self._held, wanted, strict=True)]
         device = self._request.device
         if any(keep < len(held) for keep, held in zip(kept, self._held, strict=True)):
             self._inner.rollback(torch.tensor(kept, device=device))
@@ -181,12 +182,3 @@ class RetokenisedSession:
     def close(self) -> None:
         """Close the inner session."""
         self._inner.close()
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdiff.drafters.base import DraftSession
+from specdiff.drafters.common_start import common_start
 from specdiff.errors import UnsupportedError
 from specdiff.loop import Decoding, Job, Row
 from specdiff.stats import SpecDiffOutput
@@ -39,11 +40,7 @@ class Session:
         if len(job.pads) != 1:
             raise UnsupportedError("a session holds one row per call; use SpecDiff.generate for batches")
         prompt = job.ids[0, job.pads[0] :].tolist()
-        same = 0
-        for old, new in zip(self.cached, prompt[:-1], strict=False):
-            if old != new:
-                break
-            same += 1
+        same = common_start(self.cached, prompt[:-1])
         if target is not self.target or (self.state is not None and not target.current(self.state)):
             self.close()  # another path's cache, or that of weights since changed: everything is computed again
             self.target = target

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdiff.drafters.common_start import common_start
 from specdiff.drafters.train.features import FLOAT16_MAX
 
 
@@ -198,16 +199,6 @@ def refill(lane: Lane, prompts: Sequence[Sequence[int]], queue: list[int]) -> in
     best = max(range(len(queue)), key=shares.__getitem__)
     lane.owner = queue.pop(best)
     return min(shares[best], len(prompts[lane.owner]) - 1)
-
-
-def common_start(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading ids are equal."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def pass_width(pending: list[int]) -> int:

@@ -29,7 +29,7 @@ from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
 
-SHARD_DOCUMENTS = 128
+SHARD_DOCUMENTS = 256
 """Chats per generated shard; training takes shards in as they appear."""
 
 Serve = Callable[[Drafter, Sequence[Sequence[int]], int], dict[str, Any]]

@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from specdiff.drafters.common_start import common_start
 from specdiff.drafters.train.corpus import Document
-from specdiff.drafters.train.generate import common_start
 from specdiff.drafters.train.quoting import (
     KINDS,
     Passage,
