@@ -127,7 +127,8 @@ class Generator:
         random_state = torch.Generator(device="cpu").manual_seed(seed)
         lanes = [Lane() for _ in range(min(self.lanes, len(prompts)))]
         state = self.open_state(len(lanes), max(map(len, prompts)) + max_new_tokens + 1, self.taps)
-        queue = list(range(len(prompts)))
+        # long prompts first: lanes of like lengths, since a pass may attend over the longest row for all of them
+        queue = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         for lane in lanes:
             refill(lane, prompts, queue)
             lane.feed = list(prompts[lane.owner]) if lane.owner is not None else []
