@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.batches import Batch
@@ -44,11 +45,20 @@ class Trainer(Loop):
         self.drafter, self.corpus = drafter, corpus
         drafter.to(accelerator.device)
         self.head = drafter.head
-        objective = BlockObjective(drafter, config.loss)
+        self.config = config
+        objective = self.make_objective()
         if accelerator.mixed_precision == "bf16":
             objective.head = drafter.head.to(torch.bfloat16)
-        super().__init__(drafter.model, objective, config, folder, accelerator, on_step)
+        super().__init__(self.trained(), objective, config, folder, accelerator, on_step)
         self.items = corpus.evaluation_items(config.evaluate_documents)
+
+    def make_objective(self) -> BlockObjective:
+        """The loss, with the trained module's parameters as its own."""
+        return BlockObjective(self.drafter, self.config.loss)
+
+    def trained(self) -> nn.Module:
+        """The module whose state checkpoints hold."""
+        return self.drafter.model
 
     def batches(self) -> Iterator[Batch]:
         """See :class:`Loop`."""
