@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from specdiff.cli.common import add_pair_arguments, at_least, load_pair
 from specdiff.errors import InvalidInputError
+from specdiff.report.progress import teller
 
 FAILED = 1
 
@@ -110,7 +110,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     names = {"target": args.target or "SmolLM2-135M-Instruct (offline default)", "drafter": pair.name}
     names = {key: Path(value).name if Path(value).is_dir() else value for key, value in names.items()}
     return run_bench(
-        pair.wrapped, pair.tokenizer, prompts, options, names=names, environment=environment, tell=_teller()
+        pair.wrapped, pair.tokenizer, prompts, options, names=names, environment=environment, tell=teller()
     )
 
 
@@ -129,16 +129,3 @@ def _earlier(path: str) -> dict[str, Any]:
 def _check_writable(path: str | None, option: str) -> None:
     if path and path != "-" and not Path(path).resolve().parent.is_dir():
         raise InvalidInputError(f"{option}: the folder of {path} does not exist")
-
-
-def _teller() -> Any:
-    """Progress on a terminal's standard error; None elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-
-    def tell(what: str, done: int, total: int) -> None:
-        print(f"\r\x1b[K{what}: {done} of {total}", end="", file=sys.stderr, flush=True)
-        if done >= total:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    return tell

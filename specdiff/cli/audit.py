@@ -87,6 +87,7 @@ def _enumeration(show: bool) -> list[dict[str, Any]]:
 def _greedy(args: argparse.Namespace, pair: Any, show: bool) -> dict[str, Any]:
     from specdiff.bench.greedy import greedy_check
     from specdiff.bench.prompts import load_prompts
+    from specdiff.report.progress import teller
 
     chosen = load_prompts(args.prompts, per_set=args.per_set)
     result = greedy_check(
@@ -98,7 +99,7 @@ def _greedy(args: argparse.Namespace, pair: Any, show: bool) -> dict[str, Any]:
         batch_sizes=tuple(args.batch_sizes),
         block_size=args.block_size,
         fast=args.fast,
-        progress=_progress(),
+        progress=teller(),
     )
     if show:
         print(f"\nGreedy: {len(chosen)} prompts, {args.max_new_tokens} new tokens, against transformers' own generate")
@@ -116,6 +117,7 @@ def _greedy(args: argparse.Namespace, pair: Any, show: bool) -> dict[str, Any]:
 
 def _sampling(args: argparse.Namespace, pair: Any, show: bool) -> list[dict[str, Any]]:
     from specdiff.bench.law import chi_square_check, exact_law
+    from specdiff.report.progress import teller
 
     prompt = encode(pair.tokenizer, PROMPT)[0]
     block = min(2, pair.wrapped.block_size)
@@ -139,7 +141,7 @@ def _sampling(args: argparse.Namespace, pair: Any, show: bool) -> list[dict[str,
             power=args.power,
             fast=args.fast,
             law=law,
-            progress=_progress(),
+            progress=teller(),
             temperature=args.temperature,
             top_k=args.top_k,
         )
@@ -167,15 +169,3 @@ def _show_law(result: Any) -> None:
     for note in result.notes:
         print(f"          note: {note}")
     sys.stdout.flush()
-
-
-def _progress() -> Any:
-    """Progress on a terminal's standard error, on one line; None elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-
-    def tell(what: str, done: int, total: int) -> None:
-        end = "\r" if done < total else "\r\x1b[K"
-        print(f"\x1b[K{what}: {done} of {total}", end=end, file=sys.stderr, flush=True)
-
-    return tell
