@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from specdiff.cache.passes import inner_model
+from specdiff.cache.rope import turning_point, why_not
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.loop import DEFAULT_CHUNK, Decoding, Job, Row, needs_step
 from specdiff.settings import check_generation_config, check_model_kwargs
@@ -125,17 +127,24 @@ class Bound:
         eos_ids = [] if eos is None else eos.reshape(-1).tolist()
         pad_token = int(pad) if pad is not None else (eos_ids[0] if eos_ids else 0)
         return_dict = bool(config.return_dict_in_generate)
+        pads = _left_padding(model_kwargs.get("attention_mask"), input_ids)
+        stops = StopTests(criteria, eos_token_ids=eos_ids)
+        max_new = (config.max_length if stops.max_length == sys.maxsize else stops.max_length) - width
+        prompts = [width - pad for pad in pads]
+        why = why_not(owner.config, prompts, max_new)
+        if why is not None:
+            raise UnsupportedError(f"{type(owner.ar).__name__}: {why}")
         job = Job(
             ids=ids,
-            pads=_left_padding(model_kwargs.get("attention_mask"), input_ids),
-            max_new=config.max_length - width,
+            pads=pads,
+            max_new=max_new,
             pad_token=pad_token,
             rule=rule,
             block_size=block,
             warp=warp,
-            stops=StopTests(criteria, eos_token_ids=eos_ids),
+            stops=stops,
             seeds=_seeds(own["seed"], own["generator"], batch, rule),
-            chunk=config.prefill_chunk_size or DEFAULT_CHUNK,
+            chunk=_chunk(config.prefill_chunk_size, owner.config, prompts),
             keep_scores=return_dict and bool(config.output_scores),
             keep_logits=return_dict and bool(config.output_logits),
             stats=stats,
@@ -144,6 +153,16 @@ class Bound:
         if batch > 1 and why is not None:
             stats.notes.append(f"no drafting: {why} over several rows needs all rows in step")
         return job
+
+
+def _chunk(wanted: Any, config: PreTrainedConfig, prompts: Sequence[int]) -> int:
+    """Prompt tokens per pass: as asked, or the default; whole prompts where rotary frequencies depend on a pass."""
+    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1):
+        raise InvalidInputError(f"prefill_chunk_size counts prompt tokens and must be an int >= 1, got {wanted!r}")
+    turn = turning_point(config)
+    if turn is not None and max(prompts) > turn[1]:
+        return max(prompts)
+    return wanted or DEFAULT_CHUNK
 
 
 def checked_rule(rule: str) -> str:

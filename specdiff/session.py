@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
+from specdiff.cache.rope import turning_point
 from specdiff.drafters.base import DraftSession
 from specdiff.drafters.common_start import common_start
 from specdiff.errors import UnsupportedError
+from specdiff.fingerprint import Fingerprint, fingerprint
 from specdiff.loop import Decoding, Job, Row
 from specdiff.stats import SpecDiffOutput
 from specdiff.target import Target, TargetState
@@ -30,10 +33,14 @@ class Session:
         self.target = owner.target
         self.state: TargetState | None = None
         self.draft: DraftSession | None = None
+        self.seen: Fingerprint = ()
+        self.inference = False
 
-    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Tensor | SpecDiffOutput:
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Tensor | SpecDiffOutput:
         """As :meth:`SpecDiff.generate`, for one row."""
-        return self.owner.run_call(inputs, kwargs, resume=self)
+        return self.owner.run_call(inputs, {"generation_config": generation_config, **kwargs}, resume=self)
 
     def run(self, job: Job, target: Target) -> list[Row]:
         """Decode one prepared job on top of what is cached, on ``target``."""
@@ -41,9 +48,10 @@ class Session:
             raise UnsupportedError("a session holds one row per call; use SpecDiff.generate for batches")
         prompt = job.ids[0, job.pads[0] :].tolist()
         same = common_start(self.cached, prompt[:-1])
-        if target is not self.target or (self.state is not None and not target.current(self.state)):
-            self.close()  # another path's cache, or that of weights since changed: everything is computed again
+        if target is not self.target or not self._fits(target, len(prompt)):
+            self.close()  # everything is computed again
             self.target = target
+        self.seen, self.inference = fingerprint(self.owner.ar), torch.is_inference_mode_enabled()
         if self.state is not None:
             self.state.rollback([same])
             kept = list(self.state.lengths)  # fewer than asked where a state cannot go back: it is computed again
@@ -61,6 +69,19 @@ class Session:
         assert self.state is not None
         self.cached = (prompt + rows[0].new)[: self.state.lengths[0]]
         return rows
+
+    def _fits(self, target: Target, prompt: int) -> bool:
+        """Whether what is cached can be gone on from.
+
+        It must be that of the weights as they are now, with the rotary frequencies of a prompt of this length, in
+        tensors that may be written here.
+        """
+        if self.state is None:
+            return True
+        turn = turning_point(self.owner.config)
+        same_side = turn is None or (len(self.cached) <= turn[1]) == (prompt <= turn[1])
+        writable = torch.is_inference_mode_enabled() or not self.inference
+        return self.seen == fingerprint(self.owner.ar) and same_side and writable
 
     def close(self) -> None:
         """Release both caches."""

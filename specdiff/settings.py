@@ -57,6 +57,7 @@ HONOURED: dict[str, str] = {
     "return_dict_in_generate": "GenerateDecoderOnlyOutput with stats",
     "pad_token_id": "fills rows that ended early",
     "bos_token_id": "the prompt when none is given",
+    "prefill_chunk_size": "prompt tokens per pass (1024 without it)",
 }
 """Field -> how it is honoured."""
 
@@ -76,7 +77,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "target_lookbehind": _ASSIST,
     "max_matching_ngram_size": _ASSIST,
     "use_cache": "specdiff always keeps its cache; the text is the same",
-    "prefill_chunk_size": "specdiff chunks the prompt itself; the text is the same",
     "cache_config": _CACHE,
     "max_cache_len": _CACHE,
     "compile_config": _COMPILE,

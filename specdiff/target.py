@@ -78,7 +78,6 @@ class Target:
         text = model.config.get_text_config()
         self.hidden_size: int = getattr(text, "hidden_size", 0)
         self.num_layers: int = getattr(text, "num_hidden_layers", 0)
-        self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self.call = ModelCall(model)
         self.serving = self._serving()
@@ -98,6 +97,11 @@ class Target:
         plain = serving.mode == "ragged" and not any(plan.states for plan in serving.plans)
         kind = RaggedState if plain else GroupedState
         return kind(self.call, serving, batch, capacity, taps, self.max_positions)
+
+    @property
+    def vocab_size(self) -> int:
+        """V as the model has it now; embeddings may be resized."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -122,10 +126,6 @@ class Target:
         )
         read = sum(parameter.nbytes for parameter in self.model.parameters())
         return read - embedding.nbytes if isinstance(embedding, Tensor) and head is not embedding else read
-
-    def current(self, state: TargetState) -> bool:
-        """Whether ``state``, opened here earlier, still belongs to the model as it is now."""
-        return True
 
     def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> RaggedState | GroupedState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""

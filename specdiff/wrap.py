@@ -21,6 +21,7 @@ from specdiff.settings import check_call
 from specdiff.stats import SpecDiffOutput
 from specdiff.streaming import Feed
 from specdiff.target import Target
+from specdiff.tuning.curve import CostCurve
 from specdiff.tuning.lengths import AdaptiveLengths, FixedLengths, Lengths
 from specdiff.tuning.measure import Judge
 from specdiff.tuning.store import curve_for
@@ -84,6 +85,7 @@ class SpecDiff:
                 "a transformers model can draft through specdiff.drafters.block_lm or after training a drafter for it"
             )
         self.drafter: Drafter | None = drafter
+        self.curves: dict[str, CostCurve] = {}  # of a drafter that does not say what its cost depends on
         self.set_block(block_size)
 
     # -- what a transformers model also has --------------------------------------------------------------------------
@@ -125,11 +127,14 @@ class SpecDiff:
 
     # -- generation --------------------------------------------------------------------------------------------------
 
-    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Tensor | SpecDiffOutput:
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Tensor | SpecDiffOutput:
         """Generate with the arguments and returns of ``ar.generate``.
 
         Args:
             inputs: prompt ids ``Long[B, P]``, left-padded; or pass ``input_ids=``.
+            generation_config: as for transformers.
             **kwargs: what ``transformers`` takes, and ``seed`` (int, or one int per returned row), ``generator``
                 (a ``torch.Generator`` to draw the seed from), ``block_size`` and ``rule`` for this call.
 
@@ -140,7 +145,7 @@ class SpecDiff:
             UnsupportedError: an argument that specdiff does not serve, by name.
             NumericalError: the target gave NaN, +inf or no finite logit.
         """
-        return self.run_call(inputs, kwargs)
+        return self.run_call(inputs, {"generation_config": generation_config, **kwargs})
 
     def run_call(self, inputs: Tensor | None, kwargs: dict[str, Any], resume: Session | None = None) -> Any:
         """``generate`` on behalf of this object or of one of its sessions."""
@@ -148,9 +153,9 @@ class SpecDiff:
             check_call(kwargs)
             stop_strings = kwargs.pop("stop_strings", None)
             config = kwargs.get("generation_config")
-            if stop_strings is None and config is not None and config.stop_strings is not None:
-                stop_strings = config.stop_strings
-                kwargs["generation_config"] = config = _without_stop_strings(config)
+            if config is not None and config.stop_strings is not None:
+                stop_strings = config.stop_strings if stop_strings is None else stop_strings
+                kwargs["generation_config"] = _without_stop_strings(config)
             if self.ar.generation_config.stop_strings is not None:
                 stop_strings = stop_strings or self.ar.generation_config.stop_strings
                 kwargs["stop_strings"] = None  # what the model's own configuration says must not reach transformers

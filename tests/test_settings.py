@@ -118,7 +118,6 @@ NO_EFFECT = {
     "target_lookbehind": 3,
     "max_matching_ngram_size": 4,
     "use_cache": False,
-    "prefill_chunk_size": 16,
     "cache_config": {"a": 1},
     "max_cache_len": 64,
     "compile_config": object(),

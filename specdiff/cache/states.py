@@ -182,7 +182,8 @@ class GroupedState:
             got, states = self.backend.run(rows, [self.cached[row] for row in rows], self._stack(rows), keep)
             width = len(self.ran[rows[0]])
             if logits is None and head is not None:
-                logits = torch.zeros(len(fresh), tokens.shape[1] if head == "all" else 1, got.shape[-1], device=device)
+                shape = (len(fresh), tokens.shape[1] if head == "all" else 1, got.shape[-1])
+                logits = torch.zeros(shape, dtype=torch.float32, device=device)
             if taps is None and states is not None:
                 taps = torch.zeros(*tokens.shape, states.shape[-1], dtype=states.dtype, device=device)
             for at, row in enumerate(rows):

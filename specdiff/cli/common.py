@@ -116,6 +116,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     if not sample:
         if args.rule not in ("auto", "greedy"):
             raise InvalidInputError(f"--rule {args.rule} is for sampling; give --temperature as well")
+        if args.seed is not None:
+            raise InvalidInputError("--seed is for sampling; give --temperature as well")
         return {"do_sample": False}
     if args.rule == "greedy":
         raise InvalidInputError("--rule greedy contradicts the sampling options")

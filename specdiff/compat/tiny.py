@@ -227,8 +227,8 @@ def _fit_rope(values: dict[str, Any]) -> None:
         for part in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
             if "mrope_section" in part:
                 part["mrope_section"] = [2, 1, 1]
-            for factor in ("short_factor", "long_factor"):
+            for factor, value in (("short_factor", 1.0), ("long_factor", 4.0)):
                 if factor in part:
-                    part[factor] = [1.0] * 4
+                    part[factor] = [value] * 4
             if "original_max_position_embeddings" in part:
                 part["original_max_position_embeddings"] = 64

@@ -165,7 +165,7 @@ def fastest(out_features: int, in_features: int, half: bool, threads: int) -> st
         del makers["half"]
     layers: dict[str, PackedLinear] = {}
     with torch.no_grad():
-        inputs = [torch.ones(rows, in_features) for rows in MEASURED_ROWS]
+        inputs = [torch.ones(rows, in_features, dtype=torch.float32) for rows in MEASURED_ROWS]
         for name, make in makers.items():
             try:
                 layers[name] = make(weight)

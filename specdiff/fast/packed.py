@@ -135,7 +135,7 @@ def rotary_tables(parts: Parts, length: int) -> dict[str, Tensor]:
     Raises:
         NotRecognisedError: only a part of each head is rotated.
     """
-    positions, like = torch.arange(length)[None], torch.zeros(1)
+    positions, like = torch.arange(length)[None], torch.zeros(1, dtype=torch.float32)
     half = parts.head_dim // 2
     tables: dict[str, Tensor] = {}
     for kind in sorted({layer.rotary for layer in parts.layers if layer.rotary is not None}):
@@ -168,8 +168,8 @@ def row_span(line: Tensor, start: int, width: int) -> RowSpan:
     seen = start + width
     mask = None
     if start and width > 1:
-        mask = torch.zeros(width, seen)
-        mask[:, start:] = torch.full((width, width), float("-inf")).triu_(1)
+        mask = torch.zeros(width, seen, dtype=torch.float32)
+        mask[:, start:].fill_(float("-inf")).triu_(1)
     return RowSpan(line[start:seen], seen, mask, causal=not start and width > 1)
 
 

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdiff.cache.kinds import layer_plans
-
-OBSERVERS = ("transformers.utils.output_capturing", "specdiff.")
-"""Modules whose hooks only look: transformers leaves some on a model after ``output_hidden_states``."""
+from specdiff.cache.rope import turning_point
+from specdiff.fingerprint import interferes
 
 
 class NotRecognisedError(Exception):
@@ -119,15 +118,6 @@ def recognise(model: PreTrainedModel) -> Parts:
     return result
 
 
-def interferes(module: nn.Module) -> bool:
-    """Whether something may change what this module computes: a hook that is no mere observer, or a replaced
-    forward."""
-    if "forward" in vars(module):
-        return True
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not (getattr(hook, "__module__", None) or "").startswith(OBSERVERS) for hook in hooks)
-
-
 def _check_plain(model: PreTrainedModel) -> None:
     """Refuse models that are not stock float32 CPU modules."""
     if not type(model).__module__.startswith("transformers.models."):
@@ -151,10 +141,11 @@ def _check_plain(model: PreTrainedModel) -> None:
         raise NotRecognisedError("it is in training mode with dropout; call model.eval()")
     if getattr(config, "attn_logit_softcapping", None):
         raise NotRecognisedError("its attention scores are soft-capped")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {entry.get("rope_type", "default") for entry in (rope, *rope.values()) if isinstance(entry, dict)}
-    if kinds & {"dynamic", "longrope"}:
+    if turning_point(config) is not None:
         raise NotRecognisedError("its rotary frequencies depend on the length of the text")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" in rope or getattr(config, "attn_temperature_tuning", None):
+        raise NotRecognisedError("its queries are scaled by their position")
 
 
 def _window(model: PreTrainedModel) -> int | None:
@@ -217,7 +208,7 @@ def _norm(module: nn.Module | None) -> Norm:
     if module is None or not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
         raise NotRecognisedError(f"{type(module).__name__} is not an RMS norm")
     with torch.no_grad():
-        seen = module(torch.ones(1, weight.shape[0]))[0] * math.sqrt(1.0 + eps)
+        seen = module(torch.ones(1, weight.shape[0], dtype=weight.dtype))[0] * math.sqrt(1.0 + eps)
         for candidate in (weight, 1.0 + weight):
             if torch.allclose(seen, candidate, atol=1e-5, rtol=1e-5):
                 return Norm(candidate.detach(), float(eps), weight)

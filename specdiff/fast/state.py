@@ -42,7 +42,8 @@ class FastState:
         parts, kept, old = self.model.parts, max(self.lengths, default=0), self.caches
         self.caches = []
         for at in range(len(self.model.layers)):
-            fresh = torch.empty(len(self.lengths), 2 * parts.kv_heads, columns, parts.head_dim)
+            shape = (len(self.lengths), 2 * parts.kv_heads, columns, parts.head_dim)
+            fresh = torch.empty(shape, dtype=torch.float32)
             if old:
                 fresh[:, :, :kept] = old[at][:, :, :kept]
             self.caches.append(fresh)
@@ -100,7 +101,7 @@ class FastState:
         with torch.inference_mode():
             index = torch.tensor(rows, dtype=torch.long)
             for at, cache in enumerate(self.caches):
-                fresh = torch.empty(len(rows), *cache.shape[1:])
+                fresh = torch.empty(len(rows), *cache.shape[1:], dtype=torch.float32)
                 fresh[:, :, :kept] = cache[index, :, :kept]
                 self.caches[at] = fresh
 

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from specdiff.errors import UnsupportedError
 from specdiff.fast.packed import PackedModel, pack_model
-from specdiff.fast.recognise import NotRecognisedError, interferes, recognise
+from specdiff.fast.recognise import NotRecognisedError, recognise
 from specdiff.fast.state import FastState
-from specdiff.target import Target, TargetState
+from specdiff.fingerprint import Fingerprint, fingerprint
+from specdiff.target import Target
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit (at least 1), that kernels may cause."""
 
 _LOCK = threading.Lock()
-_PACKED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple[tuple[int, int], ...], PackedModel]]
+_PACKED: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Fingerprint, PackedModel]]
 _PACKED = weakref.WeakKeyDictionary()
 
 
@@ -82,10 +83,6 @@ class FastTarget(Target):
         """Bytes of the packed matrices."""
         return self.packed().weight_bytes
 
-    def current(self, state: TargetState) -> bool:
-        """Whether ``state`` runs on the weights as they are now."""
-        return isinstance(state, FastState) and state.model is self.packed()
-
     def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> FastState:  # type: ignore[override]
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns.
 
@@ -109,13 +106,6 @@ def _too_long(packed: PackedModel, capacity: int) -> str | None:
     if window is not None and capacity > window:
         return f"the request may reach {capacity} tokens, past the attention window of {window}"
     return None
-
-
-def fingerprint(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """Changes whenever a parameter is written, replaced or moved, or a hook appears."""
-    hooks = sum(interferes(module) for module in model.modules())
-    versions = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters())
-    return ((hooks, int(model.training)), *versions)
 
 
 def _checked(model: PreTrainedModel) -> PackedModel:

@@ -9,7 +9,6 @@ import os
 import platform
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,6 @@ CAREFUL_REPEATS, CAREFUL_SECONDS = 15, 30.0
 """The same when somebody asked for the measurement."""
 
 _BY_NAME: dict[str, CostCurve] = {}
-_BY_DRAFTER: weakref.WeakKeyDictionary[Any, dict[str, CostCurve]] = weakref.WeakKeyDictionary()
 
 
 def curve_for(wrapped: SpecDiff, target: Target, rows: int, judge: Judge) -> tuple[CostCurve, str | None]:
@@ -54,7 +52,7 @@ def curve_for(wrapped: SpecDiff, target: Target, rows: int, judge: Judge) -> tup
     assert wrapped.drafter is not None
     batch = min(BATCHES, key=lambda size: abs(size - rows))
     pair, kind = pair_name(wrapped), kind_name(target, batch, judge)
-    held = _BY_NAME if pair is not None else _BY_DRAFTER.setdefault(wrapped.drafter, {})
+    held = _BY_NAME if pair is not None else wrapped.curves
     name = kind if pair is None else f"{pair}-{kind}"
     curve = held.get(name)
     if curve is None and pair is not None:
@@ -103,8 +101,7 @@ def measure_anew(wrapped: SpecDiff, target: Target, rows: int, judge: Judge) -> 
     curve = measure(wrapped, target, batch, judge, CAREFUL_REPEATS, CAREFUL_SECONDS)
     pair, kind = pair_name(wrapped), kind_name(target, batch, judge)
     if pair is None:
-        assert wrapped.drafter is not None
-        _BY_DRAFTER.setdefault(wrapped.drafter, {})[kind] = curve
+        wrapped.curves[kind] = curve
         return curve
     _BY_NAME[f"{pair}-{kind}"] = curve
     write(f"{pair}-{kind}", curve)
@@ -115,7 +112,7 @@ def forget(wrapped: SpecDiff) -> None:
     """Drop what is known about this pair, here and in the cache folder."""
     pair = pair_name(wrapped)
     if pair is None:
-        _BY_DRAFTER.pop(wrapped.drafter, None)
+        wrapped.curves.clear()
         return
     for name in [name for name in _BY_NAME if name.startswith(pair)]:
         del _BY_NAME[name]
