@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 
+from specdiff.drafters.combined import COPIES
 from specdiff.drafters.lookup import NgramIndex, PromptLookup
 from specdiff.drafters.train.corpus import Document, expand, read_shard
 
@@ -45,7 +46,7 @@ def main() -> None:
         heat = round(document.temperature, 2)
         taken[heat] += 1
         if taken[heat] <= args.documents:
-            for length, count in copies(document, PromptLookup()):
+            for length, count in copies(document, PromptLookup(block_size=COPIES)):
                 accepted[heat, length].append(count)
     lengths = range(PromptLookup().smallest, LONGEST + 1)
     print("match      " + "".join(f"{n:>7}" for n in lengths))

@@ -21,7 +21,7 @@ import torch
 from specdiff import load_target
 from specdiff.bench.loops import is_loop
 from specdiff.cli.train import generator
-from specdiff.drafters.combined import Record, promise
+from specdiff.drafters.combined import COPIES, Record, promise
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.loading import load
 from specdiff.drafters.lookup import NgramIndex, PromptLookup
@@ -124,13 +124,13 @@ def main() -> None:
         write_texts(args.work, read_prompts(args.prompts, args.per_set), taps, args.new_tokens)
     documents = read_shard(args.work / "texts.npz")
     shard = FeatureShard(args.work / "features" / "texts", documents, taps)
-    cap = PromptLookup().block_size
-    show("prompt lookup", documents, [rounds(d, None, True, cap) for d in documents])
+    alone = PromptLookup().block_size
+    show("prompt lookup", documents, [rounds(d, None, True, alone) for d in documents])
     for name, drafter in drafters.items():
         items = [shard[i] for i in range(len(documents))]
         lengths = [accepted_lengths(drafter, i, drafter.block_size, torch.device("cpu")).tolist() for i in items]
-        show(name, documents, [rounds(d, each, False, cap) for d, each in zip(documents, lengths, strict=True)])
-        both = [rounds(d, each, True, cap) for d, each in zip(documents, lengths, strict=True)]
+        show(name, documents, [rounds(d, each, False, 0) for d, each in zip(documents, lengths, strict=True)])
+        both = [rounds(d, each, True, COPIES) for d, each in zip(documents, lengths, strict=True)]
         show(f"{name}+lookup", documents, both)
 
 

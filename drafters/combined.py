@@ -23,8 +23,10 @@ from specdiff.verify.noise import RoundNoise
 
 MEMORY = 0.8
 """How much of the running averages survives each round."""
-PROMISE = (0.9, 0.45)
-"""A match of n tokens promises ``0.9 + 0.45 n`` accepted ones: what greedy chats of the default target keep."""
+PROMISE = (1.0, 0.65)
+"""A match of n tokens promises ``1.0 + 0.65 n`` accepted ones: what greedy chats of the default target keep."""
+COPIES = 16
+"""Tokens that a copy may have. Where lengths adapt, costs decide how many of them are drafted."""
 LONGEST = 12
 """Matches past this length promise no more."""
 WEIGHT = 3.0
@@ -43,7 +45,7 @@ class CombinedDrafter:
 
     Args:
         drafter: who drafts where there is nothing to copy.
-        lookup: the copier (default: blocks as long as the drafter's, at least 8).
+        lookup: the copier (default: blocks as long as the drafter's, at least :data:`COPIES`).
         match: shortest match that lets the copier draft.
     """
 
@@ -51,7 +53,7 @@ class CombinedDrafter:
         if match < 1:
             raise InvalidInputError(f"match must be at least 1, not {match}")
         self.drafter, self.match = drafter, match
-        self.lookup = lookup or PromptLookup(block_size=max(8, drafter.block_size))
+        self.lookup = lookup or PromptLookup(block_size=max(COPIES, drafter.block_size))
         self.block_size = max(drafter.block_size, self.lookup.block_size)
         self.taps: Sequence[int] = tuple(drafter.taps)
 

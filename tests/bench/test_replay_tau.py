@@ -37,12 +37,11 @@ def served(model, drafter, document) -> int:  # noqa: F811
 
 @pytest.mark.parametrize("kind", ["lookup", "drafter", "both"])
 def test_replayed_rounds_are_those_of_serving(kind, model, drafter, items):  # noqa: F811
-    lookup = PromptLookup()
-    serving = {"lookup": lookup, "drafter": drafter, "both": CombinedDrafter(drafter, lookup)}[kind]
+    serving = {"lookup": PromptLookup(), "drafter": drafter, "both": CombinedDrafter(drafter)}[kind]
     saved = 0
     for item in items[:8]:
         lengths = accepted_lengths(drafter, item, drafter.block_size, torch.device("cpu")).tolist()
-        count = rounds(item.document, None if kind == "lookup" else lengths, kind != "drafter", lookup.block_size)
+        count = rounds(item.document, None if kind == "lookup" else lengths, kind != "drafter", serving.block_size)
         assert count == served(model, serving, item.document)
         saved += len(item.document) - item.document.prompt_length - 1 - count
     assert saved > 0
