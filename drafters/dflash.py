@@ -261,7 +261,8 @@ class DFlashDrafter(nn.Module):
         return self._head is not None
 
     def bind(self, target: Any) -> DFlashDrafter:
-        """Take the embedding and head rows of ``target`` (a Hugging Face causal LM). The target is only read.
+        """Take the embedding and head rows of ``target`` (a Hugging Face causal LM), and move to where its head is. The
+        target is only read.
 
         Raises:
             UnsupportedError: the target is not the kind this drafter was trained for (width, depth, vocabulary).
@@ -284,7 +285,7 @@ class DFlashDrafter(nn.Module):
                 f"this drafter knows {self.config.vocab_size} ids, the target's head has {head.weight.shape[0]}"
             )
         self.bind_weights(embedding.weight.detach(), head.weight.detach())
-        return self
+        return self.to(head.weight.device)
 
     def bind_weights(self, embedding: Tensor, head: Tensor) -> None:
         """Bind to raw weights ``[V, H]``; the pruned head rows are copied, the rest is shared.

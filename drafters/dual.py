@@ -23,6 +23,10 @@ def find(name: str) -> Path | None:
     return folder if (folder / CONFIG).is_file() else None
 
 
+HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only"}
+"""Options about downloads; an adapter is a local folder, so they are met."""
+
+
 def own_drafter(folder: Path, target: Any, options: dict[str, Any]) -> Drafter:
     """The drafter that ``target`` becomes with an adapter; parameters are shared, the target is not altered.
 
@@ -32,10 +36,9 @@ def own_drafter(folder: Path, target: Any, options: dict[str, Any]) -> Drafter:
     """
     if target is None:
         raise UnsupportedError(f"the adapter {folder.name!r} is made of its target: pass target=")
-    if options:
-        raise InvalidInputError(
-            f"a dual-mode adapter has no option {', '.join(sorted(options))}: it follows its target"
-        )
+    wrong = sorted(options.keys() - HUB_OPTIONS)
+    if wrong:
+        raise InvalidInputError(f"a dual-mode adapter has no option {', '.join(wrong)}: it follows its target")
     from specdiff.diffusion.lm import DiffusionLM
 
     drafter: Drafter = DiffusionLM.from_adapter(target, str(folder)).drafter()

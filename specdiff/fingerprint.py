@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     return hooks, model.training, tuple(adapters), versions, places, _values(plain)
 
 
-@functools.cache
 def _has_adapters(kind: type) -> bool:
     return all(isinstance(getattr(kind, key, None), property) for key in ADAPTER)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from specdiff.errors import FormatError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def read_values(folder: Path) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def tensor_files(folder: Path) -> list[Path]:
     Raises:
         FormatError: one is missing.
     """
-    names = ["model.safetensors"]
+    names = [WHOLE]
     if (folder / INDEX).exists():
         names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     for name in names:
@@ -81,23 +85,31 @@ def write(folder: Path, values: dict[str, Any], tensors: dict[str, Tensor], max_
         tensors: by name on disk.
         max_shard_bytes: largest file; more than one file gets the usual index.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in [*folder.glob("*.safetensors"), *folder.glob(INDEX)]:
-        old.unlink()
+    scratch = folder / ".writing"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors, scratch / WHOLE, metadata={"format": "pt"})
     else:
         where = {}
         for i, shard in enumerate(shards):
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-            save_file(shard, folder / file, metadata={"format": "pt"})
+            save_file(shard, scratch / file, metadata={"format": "pt"})
             where.update(dict.fromkeys(shard, file))
         total = sum(t.numel() * t.element_size() for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+        (scratch / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    (scratch / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+    fresh = sorted(scratch.iterdir())
+    stale = [f for f in folder.iterdir() if f.name in (WHOLE, INDEX) or SHARD.fullmatch(f.name)]
+    for old in stale:
+        if not (scratch / old.name).exists():
+            old.unlink()
+    for part in fresh:  # only now, when all of it is written, does anything replace what was there
+        part.replace(folder / part.name)
+    scratch.rmdir()
 
 
 def _split(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

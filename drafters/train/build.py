@@ -105,7 +105,7 @@ def build(target: Any, corpus: Corpus, shape: Shape, seed: int = 0) -> DFlashDra
     else:
         random_weights(model)
     if fitted:
-        fit_direct_path(model, target.get_input_embeddings().weight.detach(), items, first - 1)
+        fit_direct_path(model, target.get_input_embeddings().weight.detach().cpu(), items, first - 1)
     draft_ids = None
     if shape.vocabulary and shape.vocabulary < text.vocab_size:
         draft_ids = choose_vocabulary(documents, text.vocab_size, shape.vocabulary)

@@ -12,7 +12,7 @@ import numpy as np
 
 from specdiff.drafters.train.batches import Batch, collate, draw_anchors
 from specdiff.drafters.train.corpus import Document, expand
-from specdiff.drafters.train.features import Features, FeatureShard, open_or_extract
+from specdiff.drafters.train.features import Features, FeatureShard, feature_folder, open_or_extract
 from specdiff.errors import InvalidInputError
 
 
@@ -54,7 +54,7 @@ class Corpus:
         for path in expand(self.patterns):
             if path in self.shards or (limit is not None and added >= limit):
                 continue
-            if not (self.store / path.stem / "meta.json").exists() and self.model is None:
+            if self.model is None and not (feature_folder(self.store, path) / "meta.json").exists():
                 continue
             shard = open_or_extract(self.model, path, self.store, self.taps, self.top, on_progress)
             self.shards[path] = shard
@@ -90,10 +90,11 @@ class Corpus:
             part = sorted(
                 order[start : start + window], key=lambda j: len(self.train[j][0].documents[self.train[j][1]])
             )
+            missing = -len(part) % (rows * world)  # the last batch is filled up, or the longest would never be seen
+            part += rng.choice(part, missing).tolist()
             plan += [np.array(part[i : i + rows * world]) for i in range(0, len(part), rows * world)]
-        full = [p for p in plan if len(p) == rows * world] or [np.resize(p, rows * world) for p in plan]
-        for j in rng.permutation(len(full)):
-            mine = full[j][rank * rows : (rank + 1) * rows]
+        for j in rng.permutation(len(plan)):
+            mine = plan[j][rank * rows : (rank + 1) * rows]
             items = [self.train[d][0][self.train[d][1]] for d in mine]
             seeds = np.random.default_rng(rng.integers(2**63) + rank)
             yield collate(items, [draw_anchors(item, anchors, seeds) for item in items], block)

@@ -5,6 +5,7 @@ One folder per corpus shard. With 4 taps of a 576-wide model and 32 logits that 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -186,6 +187,21 @@ class FeatureShard:
         )
 
 
+def feature_folder(store: Path, shard: Path, documents: Sequence[Document] | None = None) -> Path:
+    """Where the features of a shard lie: by its name and its ids, since shards of two runs may have the same name.
+
+    Args:
+        store: folder of all features.
+        shard: the file.
+        documents: its documents, read if not given.
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for document in read_shard(shard) if documents is None else documents:
+        digest.update(np.ascontiguousarray(document.ids, np.int64).tobytes())
+        digest.update(document.prompt_length.to_bytes(8, "little"))
+    return store / f"{shard.stem}-{digest.hexdigest()}"
+
+
 def open_or_extract(
     model: Any,
     shard: Path,
@@ -196,7 +212,7 @@ def open_or_extract(
 ) -> FeatureShard:
     """Features of a corpus shard from ``store``, computed first if they are not there yet."""
     documents = read_shard(shard)
-    folder = store / shard.stem
+    folder = feature_folder(store, shard, documents)
     if not (folder / "meta.json").exists():
         extract(model, documents, folder, taps, top, on_progress=on_progress)
     return FeatureShard(folder, documents, taps)

@@ -75,7 +75,7 @@ def copy_layers(model: DFlashModel, target: Any, first: int) -> None:
     """
     source: list[Any] = list(decoder_layers(target))
     for offset, layer in enumerate(model.layers):
-        theirs = dict(source[first + offset].named_parameters())
+        theirs = {name: p.detach().to(model.fc.weight.device) for name, p in source[first + offset].named_parameters()}
         for name, mine in layer.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")) and name not in theirs:
                 continue
@@ -91,12 +91,13 @@ def copy_layers(model: DFlashModel, target: Any, first: int) -> None:
         width, index = model.config.hidden_size, taps.index(first - 1)
         nn.init.normal_(model.fc.weight, std=0.02 / len(taps))
         model.fc.weight.data[:, index * width : (index + 1) * width] = torch.eye(width)
-        model.hidden_norm.weight.data.copy_(source[first].input_layernorm.weight.data)
-        shared = source[first].input_layernorm.weight.data
+        shared = source[first].input_layernorm.weight.data.to(model.fc.weight.device)
+        model.hidden_norm.weight.data.copy_(shared)
         for offset, layer in enumerate(model.stack[1:], 1):
             # Later layers read the same context: their keys and values take in the ratio of the two norms' weights. The
             # block itself enters through their own norm, so what is folded in here is undone there.
-            ratio = source[first + offset].input_layernorm.weight.data / torch.where(shared.abs() < 1e-3, 1.0, shared)
+            theirs = source[first + offset].input_layernorm.weight.data.to(shared)
+            ratio = theirs / torch.where(shared.abs() < 1e-3, 1.0, shared)
             ratio = torch.where(shared.abs() < 1e-3, torch.ones_like(ratio), ratio)
             for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
                 projection.weight.data.mul_(ratio)

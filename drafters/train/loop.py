@@ -15,10 +15,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from specdiff.drafters.train.optim import Average, build_optimizers, load_optimizer_tensors, optimizer_tensors, schedule
 from specdiff.drafters.train.step import LossConfig
+from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +238,8 @@ class Loop:
     def checkpoint(self, evaluated: Evaluation | None = None) -> None:
         """Write the run's state; also the usable weights if they are the best so far (or nothing is held out)."""
         better = evaluated is None or evaluated.tau >= self.state.best
+        if better:  # before it is recorded as the best, or an interruption would lose it
+            self._averaged(lambda: self.write(self.folder / self.best_folder))
         if evaluated is not None and better:
             self.state.best = evaluated.tau
         scratch = self.folder / "checkpoint.tmp"
@@ -249,7 +252,12 @@ class Loop:
         if self.average:
             save_file(self.average.values, scratch / "average.safetensors")
             updates = self.average.updates
-        record = {"state": asdict(self.state), "numbers": numbers, "updates": updates}
+        record = {
+            "state": asdict(self.state),
+            "numbers": numbers,
+            "updates": updates,
+            "optimizer": self.config.optimizer,
+        }
         (scratch / "state.json").write_text(json.dumps(record))
         final = self.folder / "checkpoint"
         old = self.folder / "checkpoint.old"
@@ -258,24 +266,42 @@ class Loop:
             final.rename(old)
         scratch.rename(final)
         _remove(old)
-        if better:
-            self._averaged(lambda: self.write(self.folder / self.best_folder))
 
     def resume(self) -> bool:
-        """Continue from the run folder's checkpoint; False if there is none."""
+        """Continue from the run folder's checkpoint; False if there is none.
+
+        Raises:
+            InvalidInputError: it is the checkpoint of something else.
+        """
         folder = self.folder / "checkpoint"
         if not (folder / "state.json").exists():
             folder = self.folder / "checkpoint.old"
             if not (folder / "state.json").exists():
                 return False
         record = json.loads((folder / "state.json").read_text())
+        weights = load_file(folder / "weights.safetensors")
+        self._check(folder, weights, record.get("optimizer", self.config.optimizer))
         self.state = TrainState(**record["state"])
-        self.module.load_state_dict(load_file(folder / "weights.safetensors"))
+        self.module.load_state_dict(weights)
         load_optimizer_tensors(self.optimizers, load_file(folder / "optimizer.safetensors"), record["numbers"])
         if self.average and (folder / "average.safetensors").exists():
-            self.average.values = load_file(folder / "average.safetensors")
+            values = load_file(folder / "average.safetensors")
+            self.average.values = {name: value.to(self.average.values[name].device) for name, value in values.items()}
             self.average.updates = record["updates"]
         return True
+
+    def _check(self, folder: Path, weights: dict[str, Tensor], optimizer: str) -> None:
+        own = {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
+        theirs = {name: tuple(value.shape) for name, value in weights.items()}
+        differ = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        why = f"{differ[0]} has another shape" if differ else ""
+        if not why and optimizer != self.config.optimizer:
+            why = f"its optimizer is {optimizer}"
+        if why:
+            raise InvalidInputError(
+                f"{folder} is the checkpoint of a run with other options ({why}): continue it with the same ones, "
+                "begin anew with --fresh, or choose another --out"
+            )
 
 
 def _remove(folder: Path) -> None:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdiff.drafters.base import Drafter
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.build import Shape, build, describe
@@ -19,9 +17,10 @@ from specdiff.drafters.train.card import card
 from specdiff.drafters.train.corpus import Document, expand, read_shard, write_shard
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
-from specdiff.drafters.train.features import FeatureWriter
+from specdiff.drafters.train.features import FeatureWriter, feature_folder
 from specdiff.drafters.train.generate import Generate, Trace
 from specdiff.drafters.train.loop import TrainConfig, TrainState
+from specdiff.drafters.train.manifest import claim, target_key
 from specdiff.drafters.train.quoting import Passage, as_passages
 from specdiff.drafters.train.regenerate import Recipe, read_prompts, regenerate
 from specdiff.drafters.train.trainer import Trainer
@@ -94,6 +93,16 @@ class Outcome:
     served: dict[str, dict[str, Any]]
 
 
+def prompts_of(plan: Plan) -> list[tuple[str, str]]:
+    """The prompts of the plan's JSONL files."""
+    return [p for name in plan.data if name.endswith((".jsonl", ".json")) for p in read_prompts(name)]
+
+
+def claim_folder(plan: Plan, target: Any) -> None:
+    """See :func:`specdiff.drafters.train.manifest.claim`."""
+    claim(plan.folder, target_key(target), asdict(plan.recipe), prompts_of(plan), not plan.resume)
+
+
 def corpus_shards(
     plan: Plan, generate: Generate | None, tokenizer: Any, tell: Progress, main: bool = True
 ) -> list[str]:
@@ -102,7 +111,7 @@ def corpus_shards(
     Shards that an earlier run finished are kept; a shard is generated from its own seed, so a resumed run gives the
     same corpus as one that was not interrupted.
     """
-    prompts = [p for name in plan.data if name.endswith((".jsonl", ".json")) for p in read_prompts(name)]
+    prompts = prompts_of(plan)
     patterns = [name for name in plan.data if not name.endswith((".jsonl", ".json"))]
     if not prompts:
         return patterns
@@ -151,7 +160,8 @@ def write_own_shard(
     if taps and len(traces) == len(made) > 0:
         width = traces[0].taps.shape[1] // len(taps)
         lens = [len(d) for d in made]
-        writer = FeatureWriter(plan.folder / "features" / path.stem, lens, taps, traces[0].top_ids.shape[1], width)
+        folder = feature_folder(plan.folder / "features", path, made)
+        writer = FeatureWriter(folder, lens, taps, traces[0].top_ids.shape[1], width)
         for index, trace in enumerate(traces):
             writer.put(index, *trace)
         writer.finish()
@@ -181,9 +191,11 @@ def run(
     """
     from accelerate import PartialState
 
-    processes = PartialState(cpu=not torch.cuda.is_available())
+    processes = PartialState(cpu=target.device.type == "cpu")
     main, everyone = processes.is_main_process, processes.wait_for_everyone
-    plan.folder.mkdir(parents=True, exist_ok=True)
+    if main:
+        claim_folder(plan, target)
+    everyone()
     patterns = corpus_shards(plan, generate, tokenizer, tell, main)
     everyone()
     if not expand(patterns):
@@ -218,7 +230,7 @@ def run(
     outcome = Outcome(best, trainer.state, None, {})
     if not main:
         return outcome
-    outcome.held_out = evaluate(best, trainer.items) if trainer.items else None
+    outcome.held_out = evaluate(best, trainer.items, device=best.head.device) if trainer.items else None
     if serve is not None and plan.served_prompts and trainer.items:
         prompts = [i.document.ids[: i.document.prompt_length].tolist() for i in trainer.items[: plan.served_prompts]]
         tell("serve", 0, None, f"{len(prompts)} held-out prompts")

@@ -12,9 +12,8 @@ ROWS, WIDTH = 256, 512
 REPEATS = 5
 
 
-def accelerator_for(precision: str) -> Accelerator:
-    """Processes and precision of a training run: ``"bf16"``, ``"no"`` or ``"auto"``."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def accelerator_for(precision: str, device: torch.device) -> Accelerator:
+    """Processes and precision (``"bf16"``, ``"no"`` or ``"auto"``) of a run whose target is on ``device``."""
     return Accelerator(mixed_precision=choose(precision, device), cpu=device.type == "cpu")
 
 

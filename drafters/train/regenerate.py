@@ -65,6 +65,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
         except json.JSONDecodeError as error:
             raise FormatError(f"{path}, line {number}: not JSON ({error.msg})") from error
         turns = entry.get("turns") if isinstance(entry, dict) else None
+        turns = turns if isinstance(turns, list) else None
         text = (entry.get("prompt") or (turns[0] if turns else None)) if isinstance(entry, dict) else None
         if not isinstance(text, str):
             raise FormatError(f"{path}, line {number}: needs a string 'prompt' or a list 'turns'")

@@ -41,7 +41,7 @@ class Trainer(Loop):
         folder: Path,
         on_step: Callable[[TrainState, dict[str, Any]], None] | None = None,
     ) -> None:
-        accelerator = accelerator_for(config.mixed_precision)
+        accelerator = accelerator_for(config.mixed_precision, drafter.head.device)
         self.drafter, self.corpus = drafter, corpus
         drafter.to(accelerator.device)
         self.head = drafter.head

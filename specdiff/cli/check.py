@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from specdiff.cli import codes
-from specdiff.cli.common import add_pair_arguments, load_pair, quiet_libraries, target_options
+from specdiff.cli.common import add_pair_arguments, load_pair, one_target, quiet_libraries, target_options
 from specdiff.compat import command as families
 from specdiff.errors import UnsupportedError
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if args.every:
         quiet_libraries()
         return families.run_all(args)
-    args.target = args.model if args.model is not None else args.target
+    args.target = one_target(args)
     report = inspect_model(args)
     if report["served"] and args.try_out:
         report["run"] = _try(args)
@@ -100,7 +100,15 @@ def _try(args: argparse.Namespace) -> dict[str, Any]:
 
     pair = load_pair(args)
     prompts = [encode(pair.tokenizer, text)[0] for text in ("Name three colours.", "What is 17 plus 25?")]
-    result = greedy_check(pair.model, pair.drafter, prompts, max_new_tokens=24, batch_sizes=(1, 2), fast=args.fast)
+    result = greedy_check(
+        pair.model,
+        pair.drafter,
+        prompts,
+        max_new_tokens=24,
+        batch_sizes=(1, 2),
+        block_size=args.block_size,
+        fast=args.fast,
+    )
     tokens = sum(run.tokens for run in result.runs)
     return {"equal": result.passed, "tokens": tokens, "drafter": pair.name, "details": result.to_dict()}
 

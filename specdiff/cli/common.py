@@ -46,6 +46,14 @@ def inside(text: str) -> float:
     return value
 
 
+def one_target(args: argparse.Namespace) -> str | None:
+    """The model of a command that takes it in its own place as well as by ``--target``."""
+    if args.model is not None and args.target is not None and args.model != args.target:
+        raise InvalidInputError(f"two models are named, {args.model} and --target {args.target}: leave one out")
+    model: str | None = args.model if args.model is not None else args.target
+    return model
+
+
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Options about the target alone."""
     group = parser.add_argument_group("target")

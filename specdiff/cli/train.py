@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specdiff.cli import codes
-from specdiff.cli.common import add_target_arguments, load_model
+from specdiff.cli.common import add_target_arguments, load_model, one_target
 from specdiff.drafters.base import Drafter
 
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         from specdiff.errors import InvalidInputError
 
         raise InvalidInputError("give the training a budget: --max-hours or --max-steps")
-    args.target = args.model if args.model is not None else args.target
+    args.target = one_target(args)
     model, tokenizer = load_model(args)
     name = getattr(model.config, "_name_or_path", "") or args.target or "the offline model"
     name = Path(name).name if Path(name).is_dir() else name  # cards do not tell where a folder lies

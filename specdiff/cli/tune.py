@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     for rows in args.batch_size or [1]:
         for rule, words in (("greedy", "greedy"), ("block", "sampling")):
             target, _ = pair.wrapped.target_for(512)
-            found[f"{words}, batch {rows}"] = measure_anew(pair.wrapped, target, rows, Judge(rule, BlockWarp(None)))
+            curve = measure_anew(pair.wrapped, target, rows, Judge(rule, BlockWarp(None)))
+            near = "" if curve.batch_size == rows else f", measured with {curve.batch_size}"
+            found[f"{words}, batch {rows}{near}"] = curve
     if args.json:
         print(json.dumps({name: curve.to_dict() | {"best": best(curve)} for name, curve in found.items()}, indent=1))
         return codes.OK

@@ -60,12 +60,7 @@ def curve_for(wrapped: SpecDiff, target: Target, rows: int, judge: Judge) -> tup
     note = None
     if curve is None:
         began = time.perf_counter()
-        try:
-            curve = measure(wrapped, target, batch, judge)
-        except InvalidInputError:  # a drafter may insist on its number of rows
-            if batch == rows:
-                raise
-            curve = measure(wrapped, target, rows, judge)
+        curve = _measured(wrapped, target, batch, rows, judge, REPEATS, SECONDS)
         note = (
             f"measured what passes cost here in {time.perf_counter() - began:.1f} s, once; specdiff tune measures anew"
         )
@@ -95,10 +90,22 @@ def measure(
     )
 
 
+def _measured(
+    wrapped: SpecDiff, target: Target, batch: int, rows: int, judge: Judge, repeats: int, seconds: float
+) -> CostCurve:
+    """With the usual batch size near ``rows``, or with ``rows`` where a drafter insists on its number of rows."""
+    try:
+        return measure(wrapped, target, batch, judge, repeats, seconds)
+    except InvalidInputError:
+        if batch == rows:
+            raise
+        return measure(wrapped, target, rows, judge, repeats, seconds)
+
+
 def measure_anew(wrapped: SpecDiff, target: Target, rows: int, judge: Judge) -> CostCurve:
     """As :func:`curve_for`, whatever is known already, and taking its time."""
     batch = min(BATCHES, key=lambda size: abs(size - rows))
-    curve = measure(wrapped, target, batch, judge, CAREFUL_REPEATS, CAREFUL_SECONDS)
+    curve = _measured(wrapped, target, batch, rows, judge, CAREFUL_REPEATS, CAREFUL_SECONDS)
     pair, kind = pair_name(wrapped), kind_name(target, batch, judge)
     if pair is None:
         wrapped.curves[kind] = curve

@@ -115,7 +115,7 @@ def test_the_door(tmp_path):
     tiny.drafter(model).save_pretrained(tmp_path / "d")
     assert load(tmp_path / "d", model).bound
     both = load(f"{tmp_path / 'd'}+lookup", model)
-    assert both.taps == (0, 2) and both.block_size == 8
+    assert both.taps == (0, 2) and both.block_size == 16
     with pytest.raises(UnsupportedError, match="pass target="):
         load(tmp_path / "d")
     with pytest.raises(FormatError, match="not a folder, not in the zoo"):

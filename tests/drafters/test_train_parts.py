@@ -90,9 +90,9 @@ def test_new_shards_are_taken_in_and_the_split_is_stable(tmp_path):
     assert corpus.rescan() == 1
     assert len(corpus.held) == 2 * len(held)
     batches = list(corpus.epoch(4, 3, 2, np.random.default_rng(0)))
-    assert len(batches) == len(corpus.train) // 4
+    assert len(batches) == -(-len(corpus.train) // 4)
     ranks = [list(corpus.epoch(2, 3, 2, np.random.default_rng(0), r, 2)) for r in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == len(corpus.train) // 4
+    assert len(ranks[0]) == len(ranks[1]) == -(-len(corpus.train) // 4)
     first = [{tuple(row) for b in rank for row in b.ids.tolist()} for rank in ranks]
     assert first[0] != first[1]
     assert held_out(documents(1)[0], 1.0) and not held_out(documents(1)[0], 0.0)

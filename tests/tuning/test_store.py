@@ -177,7 +177,7 @@ def test_tune_refuses_what_leaves_nothing_to_tune(wrong, capsys):
 
 
 def test_a_drafter_may_insist_on_its_rows(measured, monkeypatch):
-    def of_two_rows(wrapped, target, batch, judge):
+    def of_two_rows(wrapped, target, batch, judge, repeats, seconds):
         measured.append(batch)
         if batch != 2:
             raise InvalidInputError("ReplayDrafter has 2 rows")

@@ -18,7 +18,7 @@ from specdiff.drafters.train.dual.config import DualConfig
 from specdiff.drafters.train.dual.trainer import Denoising, Documents, DualTrainer
 from specdiff.drafters.train.generate import Generate
 from specdiff.drafters.train.loop import TrainState
-from specdiff.drafters.train.pipeline import Plan, Progress, corpus_shards
+from specdiff.drafters.train.pipeline import Plan, Progress, claim_folder, corpus_shards
 from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,11 @@ def run(
     """
     from accelerate import PartialState
 
-    processes = PartialState(cpu=not torch.cuda.is_available())
+    processes = PartialState(cpu=target.device.type == "cpu")
     folder = plan.run.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    if processes.is_main_process:
+        claim_folder(plan.run, target)
+    processes.wait_for_everyone()
     patterns = corpus_shards(plan.run, generate, tokenizer, tell, processes.is_main_process)
     processes.wait_for_everyone()
     if not expand(patterns):

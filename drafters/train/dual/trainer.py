@@ -102,7 +102,7 @@ class DualTrainer(Loop):
         folder: Path,
         on_step: Callable[[TrainState, dict[str, Any]], None] | None = None,
     ) -> None:
-        accelerator = accelerator_for(config.mixed_precision)
+        accelerator = accelerator_for(config.mixed_precision, adapter.base.device)
         self.adapter, self.documents, self.spec, self.dual = adapter, documents, spec, dual
         adapter.base.requires_grad_(False)
         super().__init__(adapter, DualObjective(adapter, dual), config, folder, accelerator, on_step)

@@ -1,0 +1,71 @@
+"""What the text and the features of a run folder were made from, so that they are never taken for something else's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdiff.errors import InvalidInputError
+
+FILE = "data.json"
+_SAMPLES = 1024
+
+
+def target_key(target: Any) -> str:
+    """A short name for a model: its width, depth and vocabulary, and some values of its embedding and last norms."""
+    text = target.config.get_text_config()
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr((text.model_type, text.vocab_size, text.hidden_size, text.num_hidden_layers)).encode())
+    for parameter in list(target.parameters())[:1] + list(target.parameters())[-4:]:
+        flat = parameter.detach().reshape(-1)
+        digest.update(
+            flat[:: max(1, flat.numel() // _SAMPLES)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+        )
+    return digest.hexdigest()
+
+
+def claim(
+    folder: Path, target: str, recipe: Mapping[str, Any], prompts: Sequence[tuple[str, str]], fresh: bool
+) -> None:
+    """Take a run folder for this target and these prompts; what it holds of others is removed, or refused.
+
+    Args:
+        folder: of the run.
+        target: of :func:`target_key`.
+        recipe: how text is generated from the prompts.
+        prompts: (text, source); none where only finished shards are trained on.
+        fresh: remove what belongs to other options instead of refusing.
+
+    Raises:
+        InvalidInputError: the folder holds text or features of another target, recipe or prompts.
+    """
+    told = json.dumps(list(map(list, prompts))).encode()
+    mine: dict[str, Any] = {
+        "target": target,
+        "recipe": json.loads(json.dumps(recipe)) if prompts else None,
+        "prompts": hashlib.blake2b(told, digest_size=8).hexdigest() if prompts else None,
+    }
+    file = folder / FILE
+    held: dict[str, Any] = json.loads(file.read_text()) if file.exists() else mine
+    differ = [key for key in mine if mine[key] is not None and held.get(key) not in (None, mine[key])]
+    if differ and not fresh:
+        what = ", ".join(differ)
+        if "recipe" in differ:
+            names = [key for key in mine["recipe"] if mine["recipe"][key] != held["recipe"].get(key)]
+            what = what.replace("recipe", "recipe (" + ", ".join(names) + ")")
+        raise InvalidInputError(
+            f"{folder} holds text made with another {what}: continue it with the same options, remove that text with "
+            "--fresh, or choose another --out"
+        )
+    if differ:
+        for name in ("corpus", "features") if "target" in differ else ("corpus",):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    kept = {} if differ else {key: value for key, value in held.items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**mine, **kept}, indent=1) + "\n")
