@@ -254,6 +254,61 @@ def test_forced_words_appear_where_the_model_likes_them_best(model, changes):
         assert out.sequences[0, 8 + best : 11 + best].tolist() == [5, 6, 7]
 
 
+@pytest.mark.parametrize(
+    "changes,length,args",
+    [
+        (BLOCK, 5, {"max_new_tokens": 4, "force_words_ids": [[5, 6, 7, 8]]}),
+        (
+            {**BLOCK, "alignment": "prompt"},
+            5,
+            {"max_new_tokens": 10, "force_words_ids": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]},
+        ),
+        ({}, 5, {"max_new_tokens": 6, "fixed": {2: [1, 1]}, "force_words_ids": [[5, 6, 7, 8]]}),
+        (  # the first token of a block is the clean pass's
+            {**BLOCK, "shift": 1, "first_token": "ar", "alignment": "prompt"},
+            5,
+            {"max_new_tokens": 8, "force_words_ids": [[5, 6, 7, 8]]},
+        ),
+    ],
+)
+def test_forced_words_that_no_block_can_hold_are_refused_before_compute(model, changes, length, args):
+    calls = []
+    dlm = lm(model, **changes)
+    dlm.denoiser.logits = lambda *a, **k: calls.append(1)  # type: ignore[method-assign]
+    with pytest.raises(InvalidInputError, match="force_words_ids"):
+        dlm.generate(prompt(length), **args)
+    assert not calls
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "changes,args,words",
+    [
+        ({}, {"max_new_tokens": 6}, [[5, 6, 7], [8, 9, 10]]),  # a phrase in the middle would leave 1 and 2
+        ({}, {"max_new_tokens": 8, "fixed": {2: [1]}}, [[5, 6, 7], [8, 9], [3, 4]]),
+        (BLOCK, {"max_new_tokens": 8}, [[5, 6, 7], [8, 9, 10, 11]]),  # runs of 3, 4 and 1
+        (
+            {**BLOCK, "shift": 1, "first_token": "ar", "sub_block": 2, "policy": "sub_block"},
+            {"max_new_tokens": 8},
+            [[5, 6, 7], [8, 9, 10]],
+        ),
+        ({"block_size": 4}, {"max_new_tokens": 8, "cache": "certainty"}, [[5, 6, 7], [8, 9, 10, 11]]),
+    ],
+)
+def test_forced_words_leave_room_for_each_other(model, changes, args, words, seed):
+    out = lm(model, **changes).generate(prompt(5, seed), force_words_ids=words, **args)[0, 5:].tolist()
+    for phrase in words:
+        assert any(out[j : j + len(phrase)] == phrase for j in range(len(out))), (phrase, out)
+
+
+def test_a_row_that_ends_before_its_forced_words_says_so(model):
+    dlm = DiffusionLM(model, spec(), tokenizer=Letters())
+    free = dlm.generate(prompt(5), max_new_tokens=4)[0, 5:].tolist()
+    args = {"max_new_tokens": 8, "fixed": {0: free}, "stop_strings": chr(97 + free[0]), "return_dict_in_generate": True}
+    out = dlm.generate(prompt(5), force_words_ids=[[9, 9, 9]], **args)
+    assert out.stats.finish_reason == ["stop"] and any("forced words" in n for n in out.stats.notes)
+
+
 # -- outputs and streams ----------------------------------------------------------------------------------------------
 
 
