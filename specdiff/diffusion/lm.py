@@ -76,7 +76,7 @@ class DiffusionLM(Infilling):
             **kwargs: loading options; attributes of :class:`DLMSpec` change the spec.
         """
         changes = {k: kwargs.pop(k) for k in list(kwargs) if k in DLMSpec.__dataclass_fields__}
-        model, found, spec = load(name_or_path, preset, kwargs)
+        model, found, spec = load(name_or_path, preset, kwargs, tokenizer, "mask_id" in changes)
         return cls(model, spec, tokenizer=tokenizer or found, **changes)
 
     @classmethod
