@@ -7,6 +7,7 @@ import torch
 from native_tiny import left_padded
 
 from specdiff import DiffusionLM
+from specdiff.errors import InvalidInputError
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
@@ -156,3 +157,10 @@ def test_infill_of_a_uniform_canvas_keeps_the_rest(model):
     hole[0, 6:9] = True
     out = DiffusionLM(model).infill(ids, hole, steps=6, seed=2)
     assert torch.equal(out[~hole], ids[~hole])
+
+
+@pytest.mark.parametrize("extra", [{"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.9}, {"do_sample": False}])
+def test_sampling_that_the_policy_does_not_have_is_refused_by_name(model, extra):
+    with pytest.raises(InvalidInputError, match=next(iter(extra))):
+        DiffusionLM(model).generate(prompt(5), max_new_tokens=4, steps=2, **extra)
+    DiffusionLM(model).generate(prompt(5), max_new_tokens=4, steps=2, do_sample=True)
