@@ -120,6 +120,7 @@ class Decoder:
 
     def run(self) -> Finished:
         """Pass after pass until every row has ended."""
+        self._tell_prompt()  # rows without anything to do leave before the first pass
         self._retire()
         while self.state.size:
             self.step()
@@ -133,6 +134,7 @@ class Decoder:
     def step(self) -> None:
         """One pass."""
         s = self.state
+        self._tell_prompt()
         self._open()
         frame = s.frame(self.spec)
         at_start = s.canvas.positions == s.start[:, None]
@@ -154,8 +156,6 @@ class Decoder:
             conditioning=s.conditioning,
             conditioned=s.conditioned,
         )
-        if hasattr(self.denoiser, "prompt"):
-            self.denoiser.prompt = s.canvas.prompt
         logits = self.denoiser.logits(batch, self.kv)
         self.finished.passes += 1
         computed = plan | logit_rows(want, self.spec.shift)
@@ -172,6 +172,11 @@ class Decoder:
             watch(s)
         if self.settings.stream is not None:
             self.settings.stream(s)
+
+    def _tell_prompt(self) -> None:
+        """Guidance masks the prompt: say where it is."""
+        if hasattr(self.denoiser, "prompt"):
+            self.denoiser.prompt = self.state.canvas.prompt
 
     def _open(self) -> None:
         """Open the next block of rows that have none; grant its steps once its first token is there."""

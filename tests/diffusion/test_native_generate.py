@@ -117,6 +117,8 @@ def test_unknown_options_and_contradictions_are_refused_before_compute(model):
         {"top_p": 0.0},
         {"top_k": 0},
         {"cfg_scale": -0.5},
+        {"context_window": 0},
+        {"context_window": -3},
         {"max_new_tokens": -1},
         {"seed": [1, 2]},
         {"draws": "dice"},
@@ -213,6 +215,30 @@ def test_guidance_zero_is_none_and_one_doubled_pass(model):
     assert torch.equal(
         block.generate(ids, mask, cache="block", **args), block.generate(ids, mask, cache="none", **args)
     )
+
+
+def test_guidance_with_a_cache_and_rows_without_anything_to_do(model):
+    dlm = lm(model, block_size=4, cache="dual")
+    ids = prompt(8, rows=2)
+    hole = torch.zeros_like(ids, dtype=torch.bool)
+    hole[1, 4:6] = True
+    out = dlm.infill(ids, hole, cfg_scale=1.0)
+    assert torch.equal(out[~hole], ids[~hole]) and not (out == MASK).any()
+    assert torch.equal(out[1:], dlm.infill(ids[1:], hole[1:], cfg_scale=1.0))
+    assert torch.equal(dlm.generate(ids, max_new_tokens=0, cfg_scale=1.0), ids)
+
+
+def test_a_block_size_of_one_call_stays_out_of_the_next(model):
+    """An object with the denoiser's methods is the caller's own: its spec is not touched."""
+    mine = lm(model, policy="quota").denoiser
+    before = mine.spec
+    dlm = DiffusionLM(mine)
+    plain = dlm.generate(prompt(5), max_new_tokens=8, steps=2, return_dict_in_generate=True)
+    blocks = dlm.generate(prompt(5), max_new_tokens=8, steps=2, block_size=4, return_dict_in_generate=True)
+    assert (plain.stats.blocks, blocks.stats.blocks) == ([1], [2])
+    again = dlm.generate(prompt(5), max_new_tokens=8, steps=2, return_dict_in_generate=True)
+    assert again.stats.blocks == [1] and mine.spec is before
+    assert DiffusionLM(mine, block_size=2).spec.block_size == 2 and mine.spec is before
 
 
 def test_fixed_suffix_is_there_and_no_end_before_it(model):
