@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,8 +137,11 @@ def _from_config(model: Any, spec: DLMSpec, changes: Mapping[str, Any]) -> DLMSp
 def denoiser_for(model: Any, spec: DLMSpec, adapter: Adapter | None) -> DenoiserLike:
     """The denoiser that fits the model's class; an object that already has the denoiser's methods is taken as it is."""
     if hasattr(model, "logits") and hasattr(model, "vocab_size") and hasattr(model, "new_cache"):
-        model.spec = spec
-        return model
+        if getattr(model, "spec", None) == spec:
+            return model
+        own = copy.copy(model)  # the caller's object keeps its spec
+        own.spec = spec
+        return own
     if spec.commit == "encoder":
         from specdiff.diffusion.encdec import EncoderDenoiser
 
