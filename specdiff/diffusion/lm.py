@@ -208,6 +208,8 @@ class DiffusionLM(Infilling):
             top_p=top_p,
             do_sample=do_sample,
         )
+        if context_window is not None and context_window < 1:
+            raise InvalidInputError(f"context_window must be at least 1, not {context_window}; None sees everything")
         settings.window = context_window
         settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
         eos = spec.eos_ids if eos_token_id is None else _ids(eos_token_id)
