@@ -83,12 +83,13 @@ def run(args: argparse.Namespace) -> int:
             stretch = lm.spec.attention == "causal_context"
             out = lm.infill(ids, hole, stretch=stretch, streamer=streamer, **settings)
         written = out.sequences[0]
+        answer = _filled(lm, text, args.gap_tokens, written.tolist())
     else:
         ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
         with _screen(lm, live, args.delay, ids[0, :0]) as streamer:
             out = lm.generate(ids, max_new_tokens=args.max_new_tokens, streamer=streamer, **settings)
         written = out.sequences[0, ids.shape[1] : ids.shape[1] + out.stats.new_tokens[0]]
-    answer = lm.tokenizer.decode(written, skip_special_tokens=True)
+        answer = lm.tokenizer.decode(written, skip_special_tokens=True)
     if args.json:
         stats = dict(vars(out.stats))
         print(
@@ -154,17 +155,30 @@ def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any]:
     """Ids of a text whose gaps are ``tokens`` positions each, and which positions those are (both ``[1, N]``)."""
     import torch
 
-    ids: list[int] = []
-    hole: list[bool] = []
-    filler = lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id
-    for number, part in enumerate(text.split(GAP)):
-        if number:
-            ids += [filler] * tokens
-            hole += [True] * tokens
-        piece = lm.tokenizer.encode(part, add_special_tokens=number == 0) if part else []
-        ids += piece
-        hole += [False] * len(piece)
+    from specdiff.diffusion.pieces import gapped
+
+    ids, hole, _ = gapped(lm.tokenizer, _parts(text, tokens), _filler(lm))
     return torch.tensor([ids], device=lm.device), torch.tensor([hole], device=lm.device)
+
+
+def _filler(lm: Any) -> int:
+    return int(lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id)
+
+
+def _parts(text: str, tokens: int) -> list[str | int]:
+    """Pieces of text with the size of a gap between each two."""
+    parts: list[str | int] = []
+    for number, piece in enumerate(text.split(GAP)):
+        parts += [tokens, piece] if number else [piece]
+    return parts
+
+
+def _filled(lm: Any, text: str, tokens: int, ids: list[int]) -> str:
+    """The text with its gaps filled from ``ids``."""
+    from specdiff.diffusion.pieces import filled, gapped
+
+    parts = _parts(text, tokens)
+    return filled(lm.tokenizer, parts, ids, gapped(lm.tokenizer, parts, _filler(lm))[2])
 
 
 class _screen:

@@ -61,6 +61,19 @@ def test_infills_gaps_and_leaves_the_rest(folder, capsys):
     assert ids[:2] == [1, 2] and ids[4:] == [5] and len(ids) == 5 and MASK not in ids
 
 
+def test_gaps_keep_special_tokens_around_and_the_text_as_given(folder, capsys, monkeypatch):
+    from test_native_generate import bert_like_tokenizer
+
+    load = DiffusionLM.from_pretrained.__func__
+    lm = load(DiffusionLM, folder, tokenizer=bert_like_tokenizer(), forbidden_ids=(35, 36, 37, 38, 39), eos_ids=())
+    ids, hole = gaps(lm, "w1 [...] w2", 2)
+    assert ids[0].tolist() == [36, 1, MASK, MASK, 2, 37] and hole[0].tolist() == [False] * 2 + [True] * 2 + [False] * 2
+    monkeypatch.setattr(DiffusionLM, "from_pretrained", lambda *a, **k: lm)
+    assert main(["diffuse", "<k>  w1 [...]\tw5", "--infill", "--gap-tokens", "1", "--model", folder, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert text.startswith("<k>  w1 w") and text.endswith("\tw5")
+
+
 def test_b58_the_spelling_of_the_mask_in_a_prompt_is_text(folder):
     lm = DiffusionLM.from_pretrained(folder)
     ids, hole = gaps(lm, "w1 <|mask|> [...] w2", 2)

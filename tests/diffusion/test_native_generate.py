@@ -477,6 +477,46 @@ def test_refine_and_edit(model):
         dlm.edit(text, [(2, 5), (4, 6)])
 
 
+def bert_like_tokenizer():
+    """Words, the special tokens around a text that BERT has, and a marker that is special too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<m>": MASK, "[CLS]": 36, "[SEP]": 37, "<k>": 35} | {f"w{i}": i for i in range(35)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 36), ("[SEP]", 37)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, mask_token="<m>", cls_token="[CLS]", sep_token="[SEP]", additional_special_tokens=["<k>"]
+    )
+
+
+def test_edit_keeps_special_tokens_around_and_text_outside_the_spans(model):
+    tok = bert_like_tokenizer()
+    dlm = DiffusionLM(model, spec(policy="quota", forbidden_ids=(35, 36, 37, 38, 39)), tokenizer=tok)
+    seen = []
+
+    def look(i, ids, logits, positions):
+        seen.append(ids[0].tolist())
+        return logits
+
+    text = "<k> w1   w2 w3\nw4"
+    at = text.index("w2")
+    new = dlm.edit(text, [(at, at + 2)], logits_hook=look)
+    assert seen[0] == [36, 35, 1, MASK, 3, 4, 37]
+    assert new.startswith(text[:at]) and new.endswith(text[at + 2 :])
+    assert new[at : -len(text[at + 2 :])] in {f"w{i}" for i in range(35)}
+    seen.clear()
+    first = dlm.edit("w1 w2", [(0, 2)], logits_hook=look)  # a span at the beginning
+    assert seen[0] == [36, MASK, 2, 37] and first.endswith(" w2")
+    seen.clear()
+    with pytest.raises(InvalidInputError, match="return_dict_in_generate"):
+        dlm.edit(text, [(at, at + 2)], return_dict_in_generate=True, logits_hook=look)
+    with pytest.raises(InvalidInputError, match="negative"):
+        dlm.edit(text, [(at, at + 2, -1)], logits_hook=look)
+    assert not seen
+
+
 # -- score ------------------------------------------------------------------------------------------------------------
 
 
