@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from typing import Any
@@ -12,6 +13,8 @@ from specdiff.cli.common import add_target_arguments, at_least, encode, load_mod
 from specdiff.errors import InvalidInputError
 
 GAP = "[...]"
+_FLAGS = ("max_new_tokens", "policy", "cache", "temperature", "top_k", "top_p", "seed", "stretch")
+"""Arguments of the calls that the command has a flag for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--infill", action="store_true", help=f"fill the gaps, written {GAP}, of the text")
     parser.add_argument(
         "--gap-tokens", type=at_least(1), default=8, metavar="N", help="tokens per gap; default: %(default)s"
+    )
+    parser.add_argument(
+        "--stretch",
+        action="store_true",
+        help="with --infill: one canvas from a gap's block to the end, for models whose blocks do not reach the end",
     )
     parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of a diffusion language model")
@@ -61,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("the prompt is empty")
     if args.infill and GAP not in text:
         raise InvalidInputError(f"--infill needs a gap, written {GAP}, in the text")
+    if args.stretch and not args.infill:
+        raise InvalidInputError("--stretch is for gaps: give --infill too")
+    options = _options(args.option)
     lm = load_lm(args)
     if lm.tokenizer is None:
         raise InvalidInputError("the model has no tokenizer of its own")
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         "top_p": args.top_p,
         "seed": args.seed,
         "return_dict_in_generate": True,
-        **dict(_option(item) for item in args.option),
+        **options,
     }
     live = not (args.plain or args.json) and sys.stdout.isatty()
     if args.infill:
@@ -80,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         first = int(hole[0].nonzero().min())
         with _screen(lm, live, args.delay, ids[0, :first]) as streamer:
             # clean text is causal in such a model: to be seen, what follows a gap must lie in its canvas
-            stretch = lm.spec.attention == "causal_context"
+            stretch = args.stretch or lm.spec.attention == "causal_context"
             out = lm.infill(ids, hole, stretch=stretch, streamer=streamer, **settings)
         written = out.sequences[0]
         answer = _filled(lm, text, args.gap_tokens, written.tolist())
@@ -105,6 +116,19 @@ def run(args: argparse.Namespace) -> int:
         notes = "".join(f", {n}" for n in s.notes)
         print(f"{s.new_tokens[0]} tokens in {s.nfe[0]} passes{rate}, {s.seconds:.2f} s{notes}", file=sys.stderr)
     return codes.OK
+
+
+def _options(items: list[str]) -> dict[str, Any]:
+    """Options of the policy; arguments of the calls themselves are refused."""
+    from specdiff import DiffusionLM
+
+    options = dict(_option(item) for item in items)
+    taken = {n for call in (DiffusionLM.generate, DiffusionLM.infill) for n in inspect.signature(call).parameters}
+    for name in sorted(taken.intersection(options)):
+        flag = "--" + name.replace("_", "-")
+        hint = f"use {flag}" if name in _FLAGS else "this command has none for it; use specdiff.DiffusionLM in Python"
+        raise InvalidInputError(f"--option {name}: not an option of a policy but an argument of the call; {hint}")
+    return options
 
 
 def _option(item: str) -> tuple[str, Any]:

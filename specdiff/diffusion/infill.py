@@ -197,8 +197,7 @@ class Infilling:
             row = int(too_long.nonzero()[0])
             raise UnsupportedError(
                 f"{spec.name}: row {row} has text after the span that a block of {size} does not reach; put span and "
-                f"suffix "
-                f"into one block, or pass stretch=True to open one canvas of {int(canvas.length[row] - begin[row])} "
-                f"tokens"
+                f"suffix into one block, or pass stretch=True (diffuse: --stretch) to open one canvas of "
+                f"{int(canvas.length[row] - begin[row])} tokens"
             )
         return too_long

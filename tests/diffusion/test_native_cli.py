@@ -111,6 +111,26 @@ def test_wrong_policy_options_are_usage_errors(folder, capsys):
     assert main(["diffuse", "w1", "--model", folder, "--raw", "--option", "threshold"]) == codes.USAGE
 
 
+@pytest.mark.parametrize(
+    "option,words", [("temperature=0.5", "--temperature"), ("streamer=1", "Python"), ("mask=1", "Python")]
+)
+def test_arguments_of_the_call_are_no_policy_options(folder, capsys, option, words):
+    assert main(["diffuse", "w1", "--model", folder, "--raw", "--option", option]) == codes.USAGE
+    shown = capsys.readouterr().err
+    assert "--option" in shown and words in shown
+
+
+def test_a_gap_whose_block_ends_before_the_text_asks_for_stretch(folder, capsys):
+    text = "w1 [...] " + " ".join(["w2"] * 40)
+    call = ["diffuse", text, "--infill", "--gap-tokens", "1", "--model", folder, "--json"]
+    assert main(call) != codes.OK
+    assert "--stretch" in capsys.readouterr().err
+    assert main([*call, "--stretch"]) == codes.OK
+    assert json.loads(capsys.readouterr().out)["token_ids"][2:] == [2] * 40
+    assert main(["diffuse", "w1", "--model", folder, "--stretch"]) == codes.USAGE
+    assert "--infill" in capsys.readouterr().err
+
+
 def test_the_live_canvas_shows_masks_and_drafts(folder):
     lm = DiffusionLM.from_pretrained(folder)
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
