@@ -71,6 +71,7 @@ class Infilling:
             mask: ``Bool[B, N]`` positions to write; all others stay bit-equal.
             attention_mask: ``[B, N]``, 1 where real.
             stretch: allow a larger canvas.
+            streamer: one row only; gets the text before the first gap as its prompt, then all that follows.
             **options: as in :meth:`generate`.
 
         Returns:
@@ -105,6 +106,9 @@ class Infilling:
         state = RowState.build(canvas, make_noise(len(ids), seed, generator, ids.device), spec, first, limit, stretched)
         begin = time.perf_counter()
         try:
+            if streamer is not None:
+                # as in generate, what comes first is what is not written: the text before the first gap
+                streamer.put(flat[:, : int(first[0])].cpu())
             finished = Decoder(denoiser, state, settings).run()
         finally:
             if streamer is not None:

@@ -139,3 +139,10 @@ def test_the_live_canvas_shows_masks_and_drafts(folder):
     shown = console.file.getvalue()
     assert "·" in shown and canvas.frames >= 2
     assert canvas.settled == out[0, 3:].tolist()
+    # the text before a gap is shown from the first frame, and counted once
+    for gap in (0, 2):
+        ids, hole = torch.tensor([[1, 2, 3, 4, 5]]), torch.zeros(1, 5, dtype=torch.bool)
+        hole[0, gap : gap + 2] = True
+        canvas = LiveCanvas(lm.tokenizer, console=console, before=ids[0, :gap].tolist())
+        out = lm.infill(ids, hole, streamer=canvas)
+        assert canvas.settled == out[0].tolist()

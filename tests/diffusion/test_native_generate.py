@@ -407,6 +407,22 @@ def test_a_stream_ends_when_generation_fails(model):
     assert r.events[-1][0] == "end"
 
 
+@pytest.mark.parametrize("first", [0, 4])
+def test_an_infill_streams_the_text_before_the_gap_as_its_prompt(model, first, capsys):
+    from transformers import TextStreamer
+
+    ids = prompt(10)
+    hole = torch.zeros_like(ids, dtype=torch.bool)
+    hole[0, first : first + 3] = True
+    dlm = lm(model, policy="any_order")
+    r = Recorder()
+    out = dlm.infill(ids, hole, order="left", streamer=r)[0].tolist()
+    puts = [v for k, v in r.events if k == "put"]
+    assert puts[0] == out[:first] and list(itertools.chain(*puts)) == out
+    dlm.infill(ids, hole, order="left", streamer=TextStreamer(Letters(), skip_prompt=True))
+    assert capsys.readouterr().out.strip() == Letters().decode(out[first:]).strip()
+
+
 # -- infill, refine, edit ---------------------------------------------------------------------------------------------
 
 
