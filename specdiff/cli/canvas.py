@@ -31,7 +31,7 @@ class LiveCanvas:
         self.delay = delay
         self.settled: list[int] = list(before)
         self.frames = 0
-        self._prompt = not before
+        self._prompt = True
         self._live = Live(console=console, transient=True, auto_refresh=False)
         self._live.start()
 

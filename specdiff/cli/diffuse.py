@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from typing import Any
@@ -12,6 +13,8 @@ from specdiff.cli.common import add_target_arguments, at_least, encode, load_mod
 from specdiff.errors import InvalidInputError
 
 GAP = "[...]"
+_FLAGS = ("max_new_tokens", "policy", "cache", "temperature", "top_k", "top_p", "seed", "stretch")
+"""Arguments of the calls that the command has a flag for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--infill", action="store_true", help=f"fill the gaps, written {GAP}, of the text")
     parser.add_argument(
         "--gap-tokens", type=at_least(1), default=8, metavar="N", help="tokens per gap; default: %(default)s"
+    )
+    parser.add_argument(
+        "--stretch",
+        action="store_true",
+        help="with --infill: one canvas from a gap's block to the end, for models whose blocks do not reach the end",
     )
     parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of a diffusion language model")
@@ -61,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("the prompt is empty")
     if args.infill and GAP not in text:
         raise InvalidInputError(f"--infill needs a gap, written {GAP}, in the text")
+    if args.stretch and not args.infill:
+        raise InvalidInputError("--stretch is for gaps: give --infill too")
+    options = _options(args.option)
     lm = load_lm(args)
     if lm.tokenizer is None:
         raise InvalidInputError("the model has no tokenizer of its own")
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         "top_p": args.top_p,
         "seed": args.seed,
         "return_dict_in_generate": True,
-        **dict(_option(item) for item in args.option),
+        **options,
     }
     live = not (args.plain or args.json) and sys.stdout.isatty()
     if args.infill:
@@ -80,15 +91,16 @@ def run(args: argparse.Namespace) -> int:
         first = int(hole[0].nonzero().min())
         with _screen(lm, live, args.delay, ids[0, :first]) as streamer:
             # clean text is causal in such a model: to be seen, what follows a gap must lie in its canvas
-            stretch = lm.spec.attention == "causal_context"
+            stretch = args.stretch or lm.spec.attention == "causal_context"
             out = lm.infill(ids, hole, stretch=stretch, streamer=streamer, **settings)
         written = out.sequences[0]
+        answer = _filled(lm, text, args.gap_tokens, written.tolist())
     else:
         ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
         with _screen(lm, live, args.delay, ids[0, :0]) as streamer:
             out = lm.generate(ids, max_new_tokens=args.max_new_tokens, streamer=streamer, **settings)
         written = out.sequences[0, ids.shape[1] : ids.shape[1] + out.stats.new_tokens[0]]
-    answer = lm.tokenizer.decode(written, skip_special_tokens=True)
+        answer = lm.tokenizer.decode(written, skip_special_tokens=True)
     if args.json:
         stats = dict(vars(out.stats))
         print(
@@ -104,6 +116,19 @@ def run(args: argparse.Namespace) -> int:
         notes = "".join(f", {n}" for n in s.notes)
         print(f"{s.new_tokens[0]} tokens in {s.nfe[0]} passes{rate}, {s.seconds:.2f} s{notes}", file=sys.stderr)
     return codes.OK
+
+
+def _options(items: list[str]) -> dict[str, Any]:
+    """Options of the policy; arguments of the calls themselves are refused."""
+    from specdiff import DiffusionLM
+
+    options = dict(_option(item) for item in items)
+    taken = {n for call in (DiffusionLM.generate, DiffusionLM.infill) for n in inspect.signature(call).parameters}
+    for name in sorted(taken.intersection(options)):
+        flag = "--" + name.replace("_", "-")
+        hint = f"use {flag}" if name in _FLAGS else "this command has none for it; use specdiff.DiffusionLM in Python"
+        raise InvalidInputError(f"--option {name}: not an option of a policy but an argument of the call; {hint}")
+    return options
 
 
 def _option(item: str) -> tuple[str, Any]:
@@ -154,17 +179,30 @@ def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any]:
     """Ids of a text whose gaps are ``tokens`` positions each, and which positions those are (both ``[1, N]``)."""
     import torch
 
-    ids: list[int] = []
-    hole: list[bool] = []
-    filler = lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id
-    for number, part in enumerate(text.split(GAP)):
-        if number:
-            ids += [filler] * tokens
-            hole += [True] * tokens
-        piece = lm.tokenizer.encode(part, add_special_tokens=number == 0) if part else []
-        ids += piece
-        hole += [False] * len(piece)
+    from specdiff.diffusion.pieces import gapped
+
+    ids, hole, _ = gapped(lm.tokenizer, _parts(text, tokens), _filler(lm))
     return torch.tensor([ids], device=lm.device), torch.tensor([hole], device=lm.device)
+
+
+def _filler(lm: Any) -> int:
+    return int(lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id)
+
+
+def _parts(text: str, tokens: int) -> list[str | int]:
+    """Pieces of text with the size of a gap between each two."""
+    parts: list[str | int] = []
+    for number, piece in enumerate(text.split(GAP)):
+        parts += [tokens, piece] if number else [piece]
+    return parts
+
+
+def _filled(lm: Any, text: str, tokens: int, ids: list[int]) -> str:
+    """The text with its gaps filled from ``ids``."""
+    from specdiff.diffusion.pieces import filled, gapped
+
+    parts = _parts(text, tokens)
+    return filled(lm.tokenizer, parts, ids, gapped(lm.tokenizer, parts, _filler(lm))[2])
 
 
 class _screen:

@@ -156,8 +156,10 @@ class EncoderDenoiser:
         want, want_ok = pack(batch.want)
         rank = ((batch.open & batch.visible).long().cumsum(-1) - 1).gather(1, want).clamp(min=0)
         conditioning = batch.conditioning
-        if conditioning is not None and want.shape != positions.shape:
-            conditioning = _among_fixed(conditioning, rank, want_ok, ids)
+        if conditioning is not None:
+            conditioning = _fit(conditioning, want.shape[1])
+            if not torch.equal(want, positions):
+                conditioning = _among_fixed(conditioning, rank, want_ok, ids)
         logits = self.inner.decode(ids, positions, masks, cache, conditioning, batch.conditioned).float()
         if torch.equal(want, positions):
             return logits
@@ -174,6 +176,14 @@ class EncoderDenoiser:
             near = seen if window is None else seen & (slot[None, None, :] > positions[:, :, None] - window)
             masks[window] = additive_mask(near, self._dtype)
         self.inner.encode(batch.ids.gather(1, positions), positions, masks, cache)
+
+
+def _fit(conditioning: Tensor, width: int) -> Tensor:
+    """``[A, width, V]``: a wider row has left, or a row has opened a wider canvas (and is not conditioned yet)."""
+    missing = width - conditioning.shape[1]
+    if missing > 0:
+        return torch.nn.functional.pad(conditioning, (0, 0, 0, missing))
+    return conditioning[:, :width]
 
 
 def _among_fixed(conditioning: Tensor, rank: Tensor, valid: Tensor, ids: Tensor) -> Tensor:

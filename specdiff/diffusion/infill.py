@@ -14,6 +14,7 @@ from specdiff.diffusion.canvas import Canvas
 from specdiff.diffusion.denoiser import DenoiserLike
 from specdiff.diffusion.loop import Decoder, LogitsHook, TokensHook
 from specdiff.diffusion.output import DiffusionOutput, stats_of
+from specdiff.diffusion.pieces import filled, gapped
 from specdiff.diffusion.policies import Policy
 from specdiff.diffusion.request import compact, infill_canvas, make_noise
 from specdiff.diffusion.settings import choose, notes_of
@@ -70,6 +71,7 @@ class Infilling:
             mask: ``Bool[B, N]`` positions to write; all others stay bit-equal.
             attention_mask: ``[B, N]``, 1 where real.
             stretch: allow a larger canvas.
+            streamer: one row only; gets the text before the first gap as its prompt, then all that follows.
             **options: as in :meth:`generate`.
 
         Returns:
@@ -104,6 +106,9 @@ class Infilling:
         state = RowState.build(canvas, make_noise(len(ids), seed, generator, ids.device), spec, first, limit, stretched)
         begin = time.perf_counter()
         try:
+            if streamer is not None:
+                # as in generate, what comes first is what is not written: the text before the first gap
+                streamer.put(flat[:, : int(first[0])].cpu())
             finished = Decoder(denoiser, state, settings).run()
         finally:
             if streamer is not None:
@@ -155,30 +160,32 @@ class Infilling:
             **kwargs: as in :meth:`infill`.
 
         Returns:
-            the new text; what lies outside the tokens that touch a span is unchanged.
+            the new text; what lies outside the spans is unchanged.
         """
         if self.tokenizer is None:
             raise InvalidInputError("edit needs a tokenizer: DiffusionLM(model, ..., tokenizer=tok)")
-        ids: list[int] = []
-        mask: list[bool] = []
+        if kwargs.get("return_dict_in_generate"):
+            raise InvalidInputError("edit returns text: leave out return_dict_in_generate, or use infill or refine")
+        parts: list[str | int] = []
         at = 0
         for span in sorted(spans):
             begin, end = span[0], span[1]
             if not at <= begin <= end <= len(text):
                 raise InvalidInputError(f"span ({begin}, {end}) overlaps another or lies outside the text")
-            before = self.tokenizer.encode(text[at:begin], add_special_tokens=not ids)
-            old = self.tokenizer.encode(text[begin:end], add_special_tokens=False)
-            count = span[2] if len(span) == 3 else len(old)
-            filler = self.spec.mask_id if self.spec.mask_id is not None else self.spec.pad
-            ids += before + [filler] * count
-            mask += [False] * len(before) + [True] * count
+            count = span[2] if len(span) == 3 else len(self._encoded(text[begin:end]))
+            if count < 0:
+                raise InvalidInputError(f"span ({begin}, {end}): the number of tokens must not be negative: {count}")
+            parts += [text[at:begin], count]
             at = end
-        tail = self.tokenizer.encode(text[at:], add_special_tokens=False) if at < len(text) else []
-        ids, mask = ids + tail, mask + [False] * len(tail)
-        tokens = torch.tensor([ids], device=self.device)
-        out = self.infill(tokens, torch.tensor([mask], device=self.device), **kwargs)
+        parts.append(text[at:])
+        filler = self.spec.mask_id if self.spec.mask_id is not None else self.spec.pad
+        ids, mask, places = gapped(self.tokenizer, parts, filler)
+        out = self.infill(torch.tensor([ids], device=self.device), torch.tensor([mask], device=self.device), **kwargs)
         assert isinstance(out, Tensor)
-        return str(self.tokenizer.decode(out[0], skip_special_tokens=True))
+        return filled(self.tokenizer, parts, out[0].tolist(), places)
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def _stretched(self, canvas: Canvas, first: Tensor, allow: bool) -> Tensor:
         """Rows whose canvas must be stretched to see their suffix."""
@@ -194,8 +201,7 @@ class Infilling:
             row = int(too_long.nonzero()[0])
             raise UnsupportedError(
                 f"{spec.name}: row {row} has text after the span that a block of {size} does not reach; put span and "
-                f"suffix "
-                f"into one block, or pass stretch=True to open one canvas of {int(canvas.length[row] - begin[row])} "
-                f"tokens"
+                f"suffix into one block, or pass stretch=True (diffuse: --stretch) to open one canvas of "
+                f"{int(canvas.length[row] - begin[row])} tokens"
             )
         return too_long

@@ -16,7 +16,7 @@ from specdiff.diffusion.denoiser import Adapter, DenoiserLike
 from specdiff.diffusion.draws import Draws
 from specdiff.diffusion.elbo import ElboScore, monte_carlo_elbo
 from specdiff.diffusion.infill import Infilling
-from specdiff.diffusion.loop import Decoder, LogitsHook, TokensHook
+from specdiff.diffusion.loop import Decoder, Finished, LogitsHook, TokensHook
 from specdiff.diffusion.output import DiffusionOutput, collect
 from specdiff.diffusion.policies import Policy
 from specdiff.diffusion.request import Span, compact, generation_canvas, make_noise, per_row
@@ -25,6 +25,7 @@ from specdiff.diffusion.spec import DLMSpec
 from specdiff.diffusion.state import RowState
 from specdiff.diffusion.stop import Ending
 from specdiff.diffusion.streaming import Stream, Trajectory
+from specdiff.diffusion.words import check_words, missing_words
 from specdiff.errors import InvalidInputError, UnsupportedError
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class DiffusionLM(Infilling):
             **kwargs: loading options; attributes of :class:`DLMSpec` change the spec.
         """
         changes = {k: kwargs.pop(k) for k in list(kwargs) if k in DLMSpec.__dataclass_fields__}
-        model, found, spec = load(name_or_path, preset, kwargs)
+        model, found, spec = load(name_or_path, preset, kwargs, tokenizer, "mask_id" in changes)
         return cls(model, spec, tokenizer=tokenizer or found, **changes)
 
     @classmethod
@@ -191,7 +192,7 @@ class DiffusionLM(Infilling):
         new = _new_tokens(max_new_tokens, max_length, input_ids.shape[1])
         self._check_prompt(spec, prompt, lengths, new)
         rows = len(prompt)
-        words = self._words(spec, force_words_ids, rows, new)
+        words = self._words(spec, force_words_ids, new)
         canvas, first, limit = generation_canvas(spec, prompt, lengths, new, per_row(fixed, rows))
         settings, denoiser = choose(
             denoiser,
@@ -207,6 +208,8 @@ class DiffusionLM(Infilling):
             top_p=top_p,
             do_sample=do_sample,
         )
+        if context_window is not None and context_window < 1:
+            raise InvalidInputError(f"context_window must be at least 1, not {context_window}; None sees everything")
         settings.window = context_window
         settings.logits_hook, settings.tokens_hook = logits_hook, tokens_hook
         eos = spec.eos_ids if eos_token_id is None else _ids(eos_token_id)
@@ -226,7 +229,8 @@ class DiffusionLM(Infilling):
         if settings.draws is not None and seed is None:
             seed = 0  # the counter noise is not read, and torch's generator must not move
         noise = make_noise(rows, seed, generator, input_ids.device)
-        state = RowState.build(canvas, noise, spec, first, limit, words=words)
+        state = RowState.build(canvas, noise, spec, first, limit, words=[list(words) for _ in range(rows)])
+        check_words(state, spec)
         begin = time.perf_counter()
         try:
             if streamer is not None:
@@ -239,12 +243,13 @@ class DiffusionLM(Infilling):
         seconds = time.perf_counter() - begin
         pad = spec.pad if pad_token_id is None else pad_token_id
         out = collect(input_ids, finished, pad)
+        notes = notes_of(settings) + self._lost_words(finished, words, rows)
         if not return_dict_in_generate:
             assert out.sequences is not None
             return out.sequences
         assert out.stats is not None
         out.stats.seconds = seconds
-        out.stats.notes = notes_of(settings)
+        out.stats.notes = notes
         out.trajectory = None if trajectory is None else tuple(trajectory.passes)
         return out
 
@@ -298,20 +303,38 @@ class DiffusionLM(Infilling):
         if spec.max_length is not None and longest > spec.max_length:
             log.warning("%s was made for %d tokens; %d were asked for", spec.name, spec.max_length, longest)
 
-    def _words(self, spec: DLMSpec, words: Sequence[Sequence[int]] | None, rows: int, new: int) -> list[list[Tensor]]:
+    def _words(self, spec: DLMSpec, words: Sequence[Sequence[int]] | None, new: int) -> list[Tensor]:
         if not words:
-            return [[] for _ in range(rows)]
+            return []
         if spec.corruption != "mask":
             raise UnsupportedError(f"{spec.name}: forced words need a mask token; use fixed= spans")
         room = new if spec.block_size is None else min(new, spec.block_size)
         for phrase in words:
             if not 0 < len(phrase) <= room:
                 raise InvalidInputError(f"a forced phrase of {len(phrase)} tokens does not fit into a block of {room}")
+            if not all(0 <= token < self.denoiser.vocab_size for token in phrase):
+                raise InvalidInputError(
+                    f"force_words_ids hold an id outside the vocabulary of {self.denoiser.vocab_size}"
+                )
         total = sum(len(p) for p in words)
         if total > new:
             raise InvalidInputError(f"forced phrases of {total} tokens do not fit into {new} new tokens")
-        phrases = [torch.tensor(list(p), device=self.device) for p in words]
-        return [list(phrases) for _ in range(rows)]
+        return [torch.tensor(list(p), device=self.device) for p in words]
+
+    def _lost_words(self, finished: Finished, words: list[Tensor], rows: int) -> list[str]:
+        """Notes on rows that a stop string or a fixed end token ended before a forced phrase."""
+        if not words:
+            return []
+        texts = []
+        for row in range(rows):
+            end, i = finished.row(row)
+            texts.append(end.canvas.ids[i, int(end.first[i]) : finished.stop[row]])
+        notes = [
+            f"row {row} ended ({finished.reason[row]}) before its forced words" for row in missing_words(texts, words)
+        ]
+        for note in notes:
+            log.warning("%s: %s", self.spec.name, note)
+        return notes
 
 
 def _new_tokens(max_new_tokens: int | None, max_length: int | None, prompt: int) -> int:

@@ -120,6 +120,7 @@ class Decoder:
 
     def run(self) -> Finished:
         """Pass after pass until every row has ended."""
+        self._tell_prompt()  # rows without anything to do leave before the first pass
         self._retire()
         while self.state.size:
             self.step()
@@ -133,12 +134,18 @@ class Decoder:
     def step(self) -> None:
         """One pass."""
         s = self.state
+        self._tell_prompt()
         self._open()
         frame = s.frame(self.spec)
         at_start = s.canvas.positions == s.start[:, None]
         want = torch.where(s.waiting[:, None], at_start, self.settings.policy.wants(frame))
         visible = s.visible(self.spec, self.settings.window)
         plan, want = self._plan(frame.sub, visible, want)
+        # phrases look at the whole block, whatever the policy reads of it
+        search = self._searching() & ~s.waiting
+        whole = frame.noisy & frame.editable & frame.inside & search[:, None]
+        widened = (whole & ~want).any(-1)
+        want = want | whole
         batch = PassInput(
             ids=s.canvas.ids,
             plan=plan,
@@ -149,8 +156,6 @@ class Decoder:
             conditioning=s.conditioning,
             conditioned=s.conditioned,
         )
-        if hasattr(self.denoiser, "prompt"):
-            self.denoiser.prompt = s.canvas.prompt
         logits = self.denoiser.logits(batch, self.kv)
         self.finished.passes += 1
         computed = plan | logit_rows(want, self.spec.shift)
@@ -158,7 +163,7 @@ class Decoder:
         s.fresh |= computed & (s.canvas.positions < s.start[:, None])
         positions, valid = pack(want)
         logits = self._prepare(logits, positions, valid)
-        self._decide(logits, positions, valid, frame.editable)
+        self._decide(logits, positions, valid, frame.editable, widened)
         s.passes = s.passes + 1
         if self.settings.tokens_hook is not None:
             new = self.settings.tokens_hook(self.finished.passes - 1, s.canvas.ids.clone(), s.canvas.noisy.clone())
@@ -167,6 +172,11 @@ class Decoder:
             watch(s)
         if self.settings.stream is not None:
             self.settings.stream(s)
+
+    def _tell_prompt(self) -> None:
+        """Guidance masks the prompt: say where it is."""
+        if hasattr(self.denoiser, "prompt"):
+            self.denoiser.prompt = self.state.canvas.prompt
 
     def _open(self) -> None:
         """Open the next block of rows that have none; grant its steps once its first token is there."""
@@ -262,7 +272,13 @@ class Decoder:
             )
         return logits
 
-    def _decide(self, logits: Tensor, positions: Tensor, valid: Tensor, editable: Tensor) -> None:
+    def _searching(self) -> Tensor:
+        """``Bool[A]`` rows with phrases that have not looked for a place in their open block."""
+        s = self.state
+        wordy = torch.tensor([bool(w) for w in s.words], dtype=torch.bool, device=s.row.device)
+        return wordy & (s.step == 0) & (s.searched != s.block)
+
+    def _decide(self, logits: Tensor, positions: Tensor, valid: Tensor, editable: Tensor, widened: Tensor) -> None:
         s, policy = self.state, self.settings.policy
         if self.settings.cache.limits_wants:
             sure = torch.softmax(logits, -1).amax(-1)
@@ -274,10 +290,11 @@ class Decoder:
             self._apply(index, view, committed(view, view.open, tokens, confidence))
         ready = ~s.waiting
         s.waiting = torch.zeros_like(s.waiting)
-        index = (torch.tensor([bool(w) for w in s.words], device=s.row.device) & (s.step == 0) & ready).nonzero()[:, 0]
+        index = (self._searching() & ready).nonzero()[:, 0]
         if len(index):
             view = self._view(index, logits[index], positions[index], valid[index], editable[index])
-            ready[index] = ~place_words(s, index, view)
+            s.searched[index] = s.block[index]
+            ready[index] = ~(place_words(s, index, view, self.spec) | widened[index])
         index = ready.nonzero()[:, 0]
         if not len(index):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -87,6 +88,15 @@ def choose(
         if helper.vocab_size != denoiser.vocab_size:
             raise InvalidInputError(
                 f"ar has {helper.vocab_size} tokens, the diffusion model {denoiser.vocab_size}: they must be the same"
+            )
+    if chosen.own_law:
+        asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        refused = [name for name, value in asked.items() if value]
+        refused += ["do_sample=False"] if do_sample is False else []
+        if refused:
+            raise InvalidInputError(
+                f"policy {chosen.name!r} always draws by its own schedule of temperatures, without filters: leave out "
+                f"{', '.join(refused)}; its options are {', '.join(f.name for f in fields(chosen))}"
             )
     heat = 0.0 if do_sample is False else 1.0 if do_sample and temperature == 0 else temperature
     sampling = Sampling(heat, top_k, top_p, spec.convention)

@@ -45,6 +45,7 @@ class RowState:
         conditioning: ``[A, W, V]`` self-conditioning logits.
         conditioned: ``Bool[A]``.
         words: per row, phrases that still need a place.
+        searched: ``Long[A]`` number of the last block that was searched for places for them.
     """
 
     row: Tensor
@@ -73,6 +74,7 @@ class RowState:
     conditioning: Tensor | None = None
     conditioned: Tensor | None = None
     words: list[list[Tensor]] = field(default_factory=list)
+    searched: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @classmethod
     def build(
@@ -118,6 +120,7 @@ class RowState:
             seen_confidence=torch.zeros_like(canvas.confidence),
             streamed=first.clone(),
             words=words or [[] for _ in range(rows)],
+            searched=zero - 1,
         )
 
     @property

@@ -453,6 +453,41 @@ def test_masked_lm_of_bert_type(tmp_path):
         lm.generate(prompt(5), max_new_tokens=5, cache="dual")
 
 
+def test_a_masked_lm_of_another_vocabulary_says_its_own_ids(tmp_path):
+    from transformers import PreTrainedTokenizerFast, RobertaConfig, RobertaForMaskedLM
+
+    config = RobertaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=40,
+    )
+    model = RobertaForMaskedLM(config)
+    want = ((2,), (0, 1), 1)
+    got = DiffusionLM(model, mask_id=199).spec
+    assert (got.eos_ids, got.forbidden_ids, got.pad, got.mask_id) == (*want, 199)
+    with pytest.raises(InvalidInputError, match="mask_id="):
+        DiffusionLM(model)
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(InvalidInputError, match="mask_id="):
+        DiffusionLM.from_pretrained(str(tmp_path / "m"))
+    assert DiffusionLM.from_pretrained(str(tmp_path / "m"), mask_id=199).spec == got
+    tokenizer_files(tmp_path / "t", mask_id=30)
+    plain = PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
+    tok = PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer, mask_token="<|mask|>", cls_token="w0", eos_token="w2", unk_token="w3"
+    )
+    lm = DiffusionLM.from_pretrained(str(tmp_path / "m"), tokenizer=tok)
+    assert (lm.spec.eos_ids, lm.spec.forbidden_ids, lm.spec.pad, lm.spec.mask_id) == ((2,), (0, 1, 3), 1, 30)
+    assert lm.tokenizer is tok
+    # BERT's own ids stand where its config says nothing
+    bert = BertForMaskedLM(BertConfig(vocab_size=200, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    spec = DiffusionLM(bert).spec
+    assert (spec.eos_ids, spec.forbidden_ids, spec.pad, spec.mask_id) == ((102,), (0, 100, 101), 0, 103)
+
+
 def test_a_native_moe_class_with_a_preset():
     """LLaDA-MoE: the same decoder on any native mixture-of-experts class."""
     torch.manual_seed(0)

@@ -61,6 +61,19 @@ def test_infills_gaps_and_leaves_the_rest(folder, capsys):
     assert ids[:2] == [1, 2] and ids[4:] == [5] and len(ids) == 5 and MASK not in ids
 
 
+def test_gaps_keep_special_tokens_around_and_the_text_as_given(folder, capsys, monkeypatch):
+    from test_native_generate import bert_like_tokenizer
+
+    load = DiffusionLM.from_pretrained.__func__
+    lm = load(DiffusionLM, folder, tokenizer=bert_like_tokenizer(), forbidden_ids=(35, 36, 37, 38, 39), eos_ids=())
+    ids, hole = gaps(lm, "w1 [...] w2", 2)
+    assert ids[0].tolist() == [36, 1, MASK, MASK, 2, 37] and hole[0].tolist() == [False] * 2 + [True] * 2 + [False] * 2
+    monkeypatch.setattr(DiffusionLM, "from_pretrained", lambda *a, **k: lm)
+    assert main(["diffuse", "<k>  w1 [...]\tw5", "--infill", "--gap-tokens", "1", "--model", folder, "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert text.startswith("<k>  w1 w") and text.endswith("\tw5")
+
+
 def test_b58_the_spelling_of_the_mask_in_a_prompt_is_text(folder):
     lm = DiffusionLM.from_pretrained(folder)
     ids, hole = gaps(lm, "w1 <|mask|> [...] w2", 2)
@@ -98,6 +111,26 @@ def test_wrong_policy_options_are_usage_errors(folder, capsys):
     assert main(["diffuse", "w1", "--model", folder, "--raw", "--option", "threshold"]) == codes.USAGE
 
 
+@pytest.mark.parametrize(
+    "option,words", [("temperature=0.5", "--temperature"), ("streamer=1", "Python"), ("mask=1", "Python")]
+)
+def test_arguments_of_the_call_are_no_policy_options(folder, capsys, option, words):
+    assert main(["diffuse", "w1", "--model", folder, "--raw", "--option", option]) == codes.USAGE
+    shown = capsys.readouterr().err
+    assert "--option" in shown and words in shown
+
+
+def test_a_gap_whose_block_ends_before_the_text_asks_for_stretch(folder, capsys):
+    text = "w1 [...] " + " ".join(["w2"] * 40)
+    call = ["diffuse", text, "--infill", "--gap-tokens", "1", "--model", folder, "--json"]
+    assert main(call) != codes.OK
+    assert "--stretch" in capsys.readouterr().err
+    assert main([*call, "--stretch"]) == codes.OK
+    assert json.loads(capsys.readouterr().out)["token_ids"][2:] == [2] * 40
+    assert main(["diffuse", "w1", "--model", folder, "--stretch"]) == codes.USAGE
+    assert "--infill" in capsys.readouterr().err
+
+
 def test_the_live_canvas_shows_masks_and_drafts(folder):
     lm = DiffusionLM.from_pretrained(folder)
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
@@ -106,3 +139,10 @@ def test_the_live_canvas_shows_masks_and_drafts(folder):
     shown = console.file.getvalue()
     assert "·" in shown and canvas.frames >= 2
     assert canvas.settled == out[0, 3:].tolist()
+    # the text before a gap is shown from the first frame, and counted once
+    for gap in (0, 2):
+        ids, hole = torch.tensor([[1, 2, 3, 4, 5]]), torch.zeros(1, 5, dtype=torch.bool)
+        hole[0, gap : gap + 2] = True
+        canvas = LiveCanvas(lm.tokenizer, console=console, before=ids[0, :gap].tolist())
+        out = lm.infill(ids, hole, streamer=canvas)
+        assert canvas.settled == out[0].tolist()

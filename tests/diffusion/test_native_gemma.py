@@ -7,6 +7,7 @@ import torch
 from native_tiny import left_padded
 
 from specdiff import DiffusionLM
+from specdiff.errors import InvalidInputError
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"):
@@ -156,3 +157,53 @@ def test_infill_of_a_uniform_canvas_keeps_the_rest(model):
     hole[0, 6:9] = True
     out = DiffusionLM(model).infill(ids, hole, steps=6, seed=2)
     assert torch.equal(out[~hole], ids[~hole])
+
+
+@pytest.mark.parametrize("extra", [{"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.9}, {"do_sample": False}])
+def test_sampling_that_the_policy_does_not_have_is_refused_by_name(model, extra):
+    with pytest.raises(InvalidInputError, match=next(iter(extra))):
+        DiffusionLM(model).generate(prompt(5), max_new_tokens=4, steps=2, **extra)
+    DiffusionLM(model).generate(prompt(5), max_new_tokens=4, steps=2, do_sample=True)
+
+
+def test_a_wider_row_of_an_infilled_batch_may_stop_early(model):
+    """Rows with holes of several widths: each equals its solo run, also when the widest leaves first."""
+    ids = torch.cat([prompt(12), prompt(12, 6)])
+    ids[0, 0], ids[1, 0] = 3, 4
+    hole = torch.zeros_like(ids, dtype=torch.bool)
+    hole[0, 5:12] = hole[1, 9:12] = True
+
+    def sure(i, ids, logits, positions):
+        return logits + 80.0 * ((ids[:, 0] == 3)[:, None, None] * (torch.arange(40) == 7))
+
+    args = {"steps": 6, "confidence": 0.5, "bound": 2.0, "return_dict_in_generate": True, "logits_hook": sure}
+    lm = DiffusionLM(model)
+    out = lm.infill(ids, hole, seed=[1, 2], **args)
+    assert out.stats.nfe[0] < out.stats.nfe[1]
+    for row in range(2):
+        solo = lm.infill(ids[row : row + 1], hole[row : row + 1], seed=[1 + row], **args)
+        assert solo.sequences[0].tolist() == out.sequences[row].tolist()
+
+
+@pytest.mark.parametrize("second", [slice(4, 7), slice(9, 12)])
+def test_a_row_with_a_smaller_hole_is_conditioned_as_alone(model, second):
+    """A whole canvas beside one with fixed tokens: the columns of the self-conditioning are each row's own."""
+    ids = torch.cat([prompt(12), prompt(12, 6)])
+    hole = torch.zeros_like(ids, dtype=torch.bool)
+    hole[0, 4:12] = True
+    hole[1, 4] = hole[1, 6] = hole[1, 9] = hole[1, second.stop - 1] = True
+    lm = DiffusionLM(model)
+    args = {"steps": 5, "bound": 2.0, "confidence": 0.0}
+    seen = {}
+
+    def look(name, row):
+        def hook(i, ids, logits, positions):
+            seen.setdefault(name, []).append(logits[row, :3].clone())
+            return logits
+
+        return hook
+
+    lm.infill(ids, hole, seed=[1, 2], logits_hook=look("both", 1), **args)
+    lm.infill(ids[1:], hole[1:], seed=[2], logits_hook=look("solo", 0), **args)
+    for a, b in zip(seen["both"], seen["solo"], strict=True):
+        assert torch.allclose(a, b, atol=1e-4)

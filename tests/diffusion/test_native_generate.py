@@ -117,6 +117,8 @@ def test_unknown_options_and_contradictions_are_refused_before_compute(model):
         {"top_p": 0.0},
         {"top_k": 0},
         {"cfg_scale": -0.5},
+        {"context_window": 0},
+        {"context_window": -3},
         {"max_new_tokens": -1},
         {"seed": [1, 2]},
         {"draws": "dice"},
@@ -215,6 +217,30 @@ def test_guidance_zero_is_none_and_one_doubled_pass(model):
     )
 
 
+def test_guidance_with_a_cache_and_rows_without_anything_to_do(model):
+    dlm = lm(model, block_size=4, cache="dual")
+    ids = prompt(8, rows=2)
+    hole = torch.zeros_like(ids, dtype=torch.bool)
+    hole[1, 4:6] = True
+    out = dlm.infill(ids, hole, cfg_scale=1.0)
+    assert torch.equal(out[~hole], ids[~hole]) and not (out == MASK).any()
+    assert torch.equal(out[1:], dlm.infill(ids[1:], hole[1:], cfg_scale=1.0))
+    assert torch.equal(dlm.generate(ids, max_new_tokens=0, cfg_scale=1.0), ids)
+
+
+def test_a_block_size_of_one_call_stays_out_of_the_next(model):
+    """An object with the denoiser's methods is the caller's own: its spec is not touched."""
+    mine = lm(model, policy="quota").denoiser
+    before = mine.spec
+    dlm = DiffusionLM(mine)
+    plain = dlm.generate(prompt(5), max_new_tokens=8, steps=2, return_dict_in_generate=True)
+    blocks = dlm.generate(prompt(5), max_new_tokens=8, steps=2, block_size=4, return_dict_in_generate=True)
+    assert (plain.stats.blocks, blocks.stats.blocks) == ([1], [2])
+    again = dlm.generate(prompt(5), max_new_tokens=8, steps=2, return_dict_in_generate=True)
+    assert again.stats.blocks == [1] and mine.spec is before
+    assert DiffusionLM(mine, block_size=2).spec.block_size == 2 and mine.spec is before
+
+
 def test_fixed_suffix_is_there_and_no_end_before_it(model):
     """A forced suffix is present, even if the model would rather stop."""
 
@@ -252,6 +278,61 @@ def test_forced_words_appear_where_the_model_likes_them_best(model, changes):
         log_p = torch.log_softmax(logits, -1)
         best = max(range(10), key=lambda j: float(log_p[j, 5] + log_p[j + 1, 6] + log_p[j + 2, 7]))
         assert out.sequences[0, 8 + best : 11 + best].tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "changes,length,args",
+    [
+        (BLOCK, 5, {"max_new_tokens": 4, "force_words_ids": [[5, 6, 7, 8]]}),
+        (
+            {**BLOCK, "alignment": "prompt"},
+            5,
+            {"max_new_tokens": 10, "force_words_ids": [[1, 2, 3], [4, 5, 6], [7, 8, 9]]},
+        ),
+        ({}, 5, {"max_new_tokens": 6, "fixed": {2: [1, 1]}, "force_words_ids": [[5, 6, 7, 8]]}),
+        (  # the first token of a block is the clean pass's
+            {**BLOCK, "shift": 1, "first_token": "ar", "alignment": "prompt"},
+            5,
+            {"max_new_tokens": 8, "force_words_ids": [[5, 6, 7, 8]]},
+        ),
+    ],
+)
+def test_forced_words_that_no_block_can_hold_are_refused_before_compute(model, changes, length, args):
+    calls = []
+    dlm = lm(model, **changes)
+    dlm.denoiser.logits = lambda *a, **k: calls.append(1)  # type: ignore[method-assign]
+    with pytest.raises(InvalidInputError, match="force_words_ids"):
+        dlm.generate(prompt(length), **args)
+    assert not calls
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "changes,args,words",
+    [
+        ({}, {"max_new_tokens": 6}, [[5, 6, 7], [8, 9, 10]]),  # a phrase in the middle would leave 1 and 2
+        ({}, {"max_new_tokens": 8, "fixed": {2: [1]}}, [[5, 6, 7], [8, 9], [3, 4]]),
+        (BLOCK, {"max_new_tokens": 8}, [[5, 6, 7], [8, 9, 10, 11]]),  # runs of 3, 4 and 1
+        (
+            {**BLOCK, "shift": 1, "first_token": "ar", "sub_block": 2, "policy": "sub_block"},
+            {"max_new_tokens": 8},
+            [[5, 6, 7], [8, 9, 10]],
+        ),
+        ({"block_size": 4}, {"max_new_tokens": 8, "cache": "certainty"}, [[5, 6, 7], [8, 9, 10, 11]]),
+    ],
+)
+def test_forced_words_leave_room_for_each_other(model, changes, args, words, seed):
+    out = lm(model, **changes).generate(prompt(5, seed), force_words_ids=words, **args)[0, 5:].tolist()
+    for phrase in words:
+        assert any(out[j : j + len(phrase)] == phrase for j in range(len(out))), (phrase, out)
+
+
+def test_a_row_that_ends_before_its_forced_words_says_so(model):
+    dlm = DiffusionLM(model, spec(), tokenizer=Letters())
+    free = dlm.generate(prompt(5), max_new_tokens=4)[0, 5:].tolist()
+    args = {"max_new_tokens": 8, "fixed": {0: free}, "stop_strings": chr(97 + free[0]), "return_dict_in_generate": True}
+    out = dlm.generate(prompt(5), force_words_ids=[[9, 9, 9]], **args)
+    assert out.stats.finish_reason == ["stop"] and any("forced words" in n for n in out.stats.notes)
 
 
 # -- outputs and streams ----------------------------------------------------------------------------------------------
@@ -326,6 +407,22 @@ def test_a_stream_ends_when_generation_fails(model):
     assert r.events[-1][0] == "end"
 
 
+@pytest.mark.parametrize("first", [0, 4])
+def test_an_infill_streams_the_text_before_the_gap_as_its_prompt(model, first, capsys):
+    from transformers import TextStreamer
+
+    ids = prompt(10)
+    hole = torch.zeros_like(ids, dtype=torch.bool)
+    hole[0, first : first + 3] = True
+    dlm = lm(model, policy="any_order")
+    r = Recorder()
+    out = dlm.infill(ids, hole, order="left", streamer=r)[0].tolist()
+    puts = [v for k, v in r.events if k == "put"]
+    assert puts[0] == out[:first] and list(itertools.chain(*puts)) == out
+    dlm.infill(ids, hole, order="left", streamer=TextStreamer(Letters(), skip_prompt=True))
+    assert capsys.readouterr().out.strip() == Letters().decode(out[first:]).strip()
+
+
 # -- infill, refine, edit ---------------------------------------------------------------------------------------------
 
 
@@ -394,6 +491,46 @@ def test_refine_and_edit(model):
     assert longer.startswith("ab") and longer[7:9] == "ef" and longer.endswith("ghij") and len(longer) == 14
     with pytest.raises(InvalidInputError, match="overlaps"):
         dlm.edit(text, [(2, 5), (4, 6)])
+
+
+def bert_like_tokenizer():
+    """Words, the special tokens around a text that BERT has, and a marker that is special too."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<m>": MASK, "[CLS]": 36, "[SEP]": 37, "<k>": 35} | {f"w{i}": i for i in range(35)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 36), ("[SEP]", 37)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, mask_token="<m>", cls_token="[CLS]", sep_token="[SEP]", additional_special_tokens=["<k>"]
+    )
+
+
+def test_edit_keeps_special_tokens_around_and_text_outside_the_spans(model):
+    tok = bert_like_tokenizer()
+    dlm = DiffusionLM(model, spec(policy="quota", forbidden_ids=(35, 36, 37, 38, 39)), tokenizer=tok)
+    seen = []
+
+    def look(i, ids, logits, positions):
+        seen.append(ids[0].tolist())
+        return logits
+
+    text = "<k> w1   w2 w3\nw4"
+    at = text.index("w2")
+    new = dlm.edit(text, [(at, at + 2)], logits_hook=look)
+    assert seen[0] == [36, 35, 1, MASK, 3, 4, 37]
+    assert new.startswith(text[:at]) and new.endswith(text[at + 2 :])
+    assert new[at : -len(text[at + 2 :])] in {f"w{i}" for i in range(35)}
+    seen.clear()
+    first = dlm.edit("w1 w2", [(0, 2)], logits_hook=look)  # a span at the beginning
+    assert seen[0] == [36, MASK, 2, 37] and first.endswith(" w2")
+    seen.clear()
+    with pytest.raises(InvalidInputError, match="return_dict_in_generate"):
+        dlm.edit(text, [(at, at + 2)], return_dict_in_generate=True, logits_hook=look)
+    with pytest.raises(InvalidInputError, match="negative"):
+        dlm.edit(text, [(at, at + 2, -1)], logits_hook=look)
+    assert not seen
 
 
 # -- score ------------------------------------------------------------------------------------------------------------

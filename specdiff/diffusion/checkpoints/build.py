@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,10 @@ CONTINUOUS = ("diffusion-lm", "diffuseq", "ar-diffusion", "genie", "plaid", "ssd
 """Names of continuous (embedding or image) diffusion, which has no token canvas."""
 
 
+_BERT_VOCABULARY = ("bert", "distilbert", "electra", "mobilebert", "squeezebert", "megatron-bert")
+"""Model types whose public checkpoints share BERT's ids."""
+
+
 def spec_for(model: Any, preset: str | DLMSpec | None, tokenizer: Any, changes: Mapping[str, Any]) -> DLMSpec:
     """The spec of a model: what was given, or what its class and config say, with ``changes`` applied."""
     if isinstance(preset, DLMSpec):
@@ -23,9 +28,59 @@ def spec_for(model: Any, preset: str | DLMSpec | None, tokenizer: Any, changes: 
     else:
         spec = _guess(model)
     spec = _from_config(model, spec, changes)
-    if spec.name == "bert" and "mask_id" not in changes and getattr(tokenizer, "mask_token_id", None) is not None:
-        spec = spec.replace(mask_id=tokenizer.mask_token_id)
+    if spec.name == "bert":
+        if not isinstance(preset, DLMSpec):
+            spec = spec.replace(**masked_lm_ids(getattr(model, "config", None), tokenizer, "mask_id" in changes))
+        elif "mask_id" not in changes and getattr(tokenizer, "mask_token_id", None) is not None:
+            spec = spec.replace(mask_id=tokenizer.mask_token_id)
     return spec.replace(**changes)
+
+
+def masked_lm_ids(config: Any, tokenizer: Any, mask_known: bool = False) -> dict[str, Any]:
+    """Attributes of a masked LM's spec that its config and tokenizer say: mask, end, padding and forbidden ids.
+
+    BERT's public ids stand only where a model of BERT's own vocabulary says nothing.
+
+    Args:
+        config: the model's config, or None.
+        tokenizer: its tokenizer, or None.
+        mask_known: the caller gives the mask id.
+    """
+
+    def find(*names: str) -> Any:
+        for name in names:
+            for source in (config, tokenizer):
+                value = getattr(source, name, None)
+                if value is not None:
+                    return value
+        return None
+
+    found: dict[str, Any] = {}
+    own = config is None or getattr(config, "model_type", None) in _BERT_VOCABULARY
+    mask = getattr(tokenizer, "mask_token_id", None)
+    mask = find("mask_token_id") if mask is None else mask
+    if mask is not None:
+        found["mask_id"] = int(mask)
+    elif not own and not mask_known:
+        raise InvalidInputError(
+            f"{config.model_type}: the model does not say which id its mask has: give tokenizer= or mask_id="
+        )
+    eos = find("eos_token_id", "sep_token_id")
+    if eos is not None:
+        found["eos_ids"] = (eos,) if isinstance(eos, int) else tuple(eos)
+    elif not own or tokenizer is not None:
+        found["eos_ids"] = ()
+    pad = find("pad_token_id")
+    if pad is not None:
+        found["pad_id"] = int(pad)
+    elif not own:
+        found["pad_id"] = None
+    if not own or tokenizer is not None:
+        ends = found["eos_ids"]
+        names = ("pad_token_id", "unk_token_id", "cls_token_id", "bos_token_id")
+        ids = {getattr(source, name, None) for source in (config, tokenizer) for name in names} - {None}
+        found["forbidden_ids"] = tuple(sorted(i for i in ids if i not in ends))
+    return found
 
 
 def _guess(model: Any) -> DLMSpec:
@@ -82,8 +137,11 @@ def _from_config(model: Any, spec: DLMSpec, changes: Mapping[str, Any]) -> DLMSp
 def denoiser_for(model: Any, spec: DLMSpec, adapter: Adapter | None) -> DenoiserLike:
     """The denoiser that fits the model's class; an object that already has the denoiser's methods is taken as it is."""
     if hasattr(model, "logits") and hasattr(model, "vocab_size") and hasattr(model, "new_cache"):
-        model.spec = spec
-        return model
+        if getattr(model, "spec", None) == spec:
+            return model
+        own = copy.copy(model)  # the caller's object keeps its spec
+        own.spec = spec
+        return own
     if spec.commit == "encoder":
         from specdiff.diffusion.encdec import EncoderDenoiser
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdiff.diffusion.checkpoints.build import CONTINUOUS
+from specdiff.diffusion.checkpoints.build import CONTINUOUS, masked_lm_ids
 from specdiff.diffusion.presets import preset as named
 from specdiff.diffusion.spec import DLMSpec
 from specdiff.errors import FormatError, UnsupportedError
@@ -151,13 +151,21 @@ FAMILIES: dict[str, Family] = {
 """By the first name under ``architectures`` in config.json."""
 
 
-def load(name_or_path: str, preset: str | DLMSpec | None, kwargs: dict[str, Any]) -> tuple[Any, Any, DLMSpec]:
+def load(
+    name_or_path: str,
+    preset: str | DLMSpec | None,
+    kwargs: dict[str, Any],
+    tokenizer: Any = None,
+    mask_known: bool = False,
+) -> tuple[Any, Any, DLMSpec]:
     """Model, tokenizer (or None) and spec of a checkpoint.
 
     Args:
         name_or_path: folder or hub id.
         preset: overrides the family's spec.
         kwargs: hub options and ``from_pretrained`` options.
+        tokenizer: used in place of the one in the folder.
+        mask_known: the caller gives the mask id.
     """
     hub = {k: kwargs.pop(k) for k in _HUB if k in kwargs}
     folder = _folder(name_or_path, hub)
@@ -171,10 +179,13 @@ def load(name_or_path: str, preset: str | DLMSpec | None, kwargs: dict[str, Any]
     values = json.loads(config_file.read_text())
     family = _family(values, name_or_path, preset)
     model = _model(folder, family, values, kwargs)
-    tokenizer = _tokenizer(folder)
+    tokenizer = tokenizer or _tokenizer(folder)
     spec = preset if isinstance(preset, DLMSpec) else named(preset or family.preset)
     if not isinstance(preset, DLMSpec):
-        spec = _with_config(spec, folder, values, tokenizer)
+        if spec.name == "bert":
+            spec = spec.replace(**masked_lm_ids(model.config, tokenizer, mask_known))
+        else:
+            spec = _with_config(spec, folder, values, tokenizer)
     return model, tokenizer, spec
 
 
@@ -283,8 +294,4 @@ def _with_config(spec: DLMSpec, folder: Path, values: dict[str, Any], tokenizer:
         found["mask_id"] = int(values.get("mask_token_id", values["vocab_size"] - 1))
         found["eos_ids"] = tuple(i for i in spec.eos_ids if i < found["mask_id"])
         found["pad_id"] = spec.pad_id if spec.pad_id is not None and spec.pad_id < found["mask_id"] else None
-    if spec.name == "bert":
-        special = [getattr(tokenizer, n, None) for n in ("pad_token_id", "unk_token_id", "cls_token_id")]
-        if tokenizer is not None:
-            found["forbidden_ids"] = tuple(sorted({int(i) for i in special if i is not None}))
     return spec.replace(**found)

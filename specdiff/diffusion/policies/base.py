@@ -133,6 +133,7 @@ class Policy:
         corruption: the corruption it is made for.
         needs_ar: it also reads an AR model.
         per_block: ``steps`` counts per block, not per generation.
+        own_law: it draws from a law of its own, so that temperature and filters are refused.
 
     Attributes:
         steps: denoising passes, or None for as many as needed.
@@ -143,6 +144,7 @@ class Policy:
     corruption: ClassVar[str] = "mask"
     needs_ar: ClassVar[bool] = False
     per_block: ClassVar[bool] = False
+    own_law: ClassVar[bool] = False
 
     steps: int | None = None
 

@@ -22,7 +22,8 @@ class EntropyBound(Policy):
 
     Acceptance is recomputed every step and not sticky. The block ends when its argmax was stable for ``stability``
     steps and
-    the mean entropy is below ``confidence``, or after ``steps``; what is emitted is the argmax.
+    the mean entropy is below ``confidence``, or after ``steps``; what is emitted is the argmax. As published, its only
+    temperature is that of the schedule, and there are no filters.
 
     Attributes:
         steps: largest number of passes per canvas (48).
@@ -37,6 +38,7 @@ class EntropyBound(Policy):
     sticky: ClassVar[bool] = False
     corruption: ClassVar[str] = "uniform"
     per_block: ClassVar[bool] = True
+    own_law: ClassVar[bool] = True
 
     steps: int | None = 48
     bound: float = 0.1
