@@ -13,7 +13,7 @@ from specdiff.cli.common import add_target_arguments, at_least, encode, load_mod
 from specdiff.errors import InvalidInputError
 
 GAP = "[...]"
-_FLAGS = ("max_new_tokens", "policy", "cache", "temperature", "top_k", "top_p", "seed", "stretch")
+_FLAGS = ("max_new_tokens", "policy", "cache", "temperature", "top_k", "top_p", "seed", "stretch", "block_size")
 """Arguments of the calls that the command has a flag for."""
 
 
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
     group.add_argument("--policy", help="decoder; default: the model's own")
     group.add_argument("--cache", help="block cache; default: the model's own")
+    group.add_argument("--block-size", type=at_least(1), metavar="B", help="tokens per block; default: the model's own")
     group.add_argument(
         "--option",
         action="append",
@@ -71,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError(f"--infill needs a gap, written {GAP}, in the text")
     if args.stretch and not args.infill:
         raise InvalidInputError("--stretch is for gaps: give --infill too")
+    if args.infill and args.block_size is not None:
+        raise InvalidInputError("--block-size is for texts that go on; the canvas of a gap follows from the gap")
     options = _options(args.option)
     lm = load_lm(args)
     if lm.tokenizer is None:
@@ -98,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
         with _screen(lm, live, args.delay, ids[0, :0]) as streamer:
-            out = lm.generate(ids, max_new_tokens=args.max_new_tokens, streamer=streamer, **settings)
+            out = lm.generate(
+                ids, max_new_tokens=args.max_new_tokens, block_size=args.block_size, streamer=streamer, **settings
+            )
         written = out.sequences[0, ids.shape[1] : ids.shape[1] + out.stats.new_tokens[0]]
         answer = lm.tokenizer.decode(written, skip_special_tokens=True)
     if args.json:

@@ -146,3 +146,10 @@ def test_the_live_canvas_shows_masks_and_drafts(folder):
         canvas = LiveCanvas(lm.tokenizer, console=console, before=ids[0, :gap].tolist())
         out = lm.infill(ids, hole, streamer=canvas)
         assert canvas.settled == out[0].tolist()
+
+
+def test_block_size_is_for_texts_that_go_on(folder, capsys):
+    assert main(["diffuse", "w1 [...]", "--infill", "--block-size", "2", "--model", folder]) == codes.USAGE
+    assert "--block-size is for texts" in capsys.readouterr().err
+    assert main(["diffuse", "w1 w2", "--raw", "--block-size", "2", "--model", folder]) != 0
+    assert "trained with" in capsys.readouterr().err
