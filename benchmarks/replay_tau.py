@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--per-set", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--copies", type=int, default=COPIES, help="most copied tokens beside a drafter (%(default)s)")
     args = parser.parse_args()
     model, _ = load_target()
     drafters: dict[str, DFlashDrafter] = {}
@@ -130,7 +131,7 @@ def main() -> None:
         items = [shard[i] for i in range(len(documents))]
         lengths = [accepted_lengths(drafter, i, drafter.block_size, torch.device("cpu")).tolist() for i in items]
         show(name, documents, [rounds(d, each, False, 0) for d, each in zip(documents, lengths, strict=True)])
-        both = [rounds(d, each, True, COPIES) for d, each in zip(documents, lengths, strict=True)]
+        both = [rounds(d, each, True, args.copies) for d, each in zip(documents, lengths, strict=True)]
         show(f"{name}+lookup", documents, both)
 
 

@@ -117,7 +117,7 @@ class Decoding:
     ) -> None:
         self.job, self.target, self.drafter = job, target, drafter
         batch, width = job.ids.shape
-        self.device = target.device
+        self.device, self.vocab_size = target.device, target.vocab_size
         self.stats = job.stats
         self.stats.rule = job.rule
         self.stats.path = target.name
@@ -170,7 +170,7 @@ class Decoding:
             batch_size=batch,
             device=self.device,
             dtype=self.target.dtype,
-            vocab_size=self.target.vocab_size,
+            vocab_size=self.vocab_size,
             rule=job.rule,
             warp=job.warp.draft_warp(),
             capacity=capacity,
@@ -229,7 +229,7 @@ class Decoding:
         anchor = torch.tensor([row.new[-1] for row in self.active], device=self.device)
         proposal = self._propose(anchor, noise)
         drafted = time.perf_counter()
-        tokens = torch.cat([anchor[:, None], proposal.tokens.clamp(0, self.target.vocab_size - 1)], dim=1)
+        tokens = torch.cat([anchor[:, None], proposal.tokens.clamp(0, self.vocab_size - 1)], dim=1)
         result = state.forward(tokens, proposal.lengths + 1)
         assert result.logits is not None
         passed = time.perf_counter()

@@ -48,10 +48,11 @@ class Session:
             raise UnsupportedError("a session holds one row per call; use SpecDiff.generate for batches")
         prompt = job.ids[0, job.pads[0] :].tolist()
         same = common_start(self.cached, prompt[:-1])
-        if target is not self.target or not self._fits(target, len(prompt)):
+        seen = fingerprint(self.owner.ar)
+        if target is not self.target or not self._fits(seen, len(prompt)):
             self.close()  # everything is computed again
             self.target = target
-        self.seen, self.inference = fingerprint(self.owner.ar), torch.is_inference_mode_enabled()
+        self.seen, self.inference = seen, torch.is_inference_mode_enabled()
         if self.state is not None:
             self.state.rollback([same])
             kept = list(self.state.lengths)  # fewer than asked where a state cannot go back: it is computed again
@@ -70,7 +71,7 @@ class Session:
         self.cached = (prompt + rows[0].new)[: self.state.lengths[0]]
         return rows
 
-    def _fits(self, target: Target, prompt: int) -> bool:
+    def _fits(self, seen: Fingerprint, prompt: int) -> bool:
         """Whether what is cached can be gone on from.
 
         It must be that of the weights as they are now, with the rotary frequencies of a prompt of this length, in
@@ -81,7 +82,7 @@ class Session:
         turn = turning_point(self.owner.config)
         same_side = turn is None or (len(self.cached) <= turn[1]) == (prompt <= turn[1])
         writable = torch.is_inference_mode_enabled() or not self.inference
-        return self.seen == fingerprint(self.owner.ar) and same_side and writable
+        return self.seen == seen and same_side and writable
 
     def close(self) -> None:
         """Release both caches."""

@@ -102,9 +102,9 @@ def test_every_public_name_can_be_loaded():
     assert int(run_python(code)) > 10
 
 
-TORCH_ONLY = ("specdiff/errors.py", "specdiff/fast/linear.py", "specdiff/fast/norm.py")
+TORCH_ONLY = ("specdiff/arguments.py", "specdiff/errors.py", "specdiff/fast/linear.py", "specdiff/fast/norm.py")
 """Files that import nothing of specdiff but errors, so that any floor may use them."""
-GROUND = ("specdiff.errors", "specdiff.fast.linear", "specdiff.fast.norm", "specdiff.verify")
+GROUND = ("specdiff.arguments", "specdiff.errors", "specdiff.fast.linear", "specdiff.fast.norm", "specdiff.verify")
 FLOORS = {
     "specdiff/verify/": GROUND,
     "specdiff/diffusion/": (*GROUND, "specdiff.diffusion"),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specdiff.arguments import at_least, fraction
 from specdiff.drafters.train.build import Shape, continued
 from specdiff.drafters.train.dual import cli as dual
 from specdiff.drafters.train.loop import TrainConfig
@@ -39,6 +38,10 @@ ONLY = {
 """Options of one kind alone."""
 
 
+POSITIVE = at_least(0.0, float, above=True)
+"""An argparse type."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the options; defaults are those of :class:`Plan` and its parts."""
     usual = Shape()
@@ -51,18 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="do not continue an earlier run of DIR")
     budget = parser.add_argument_group("budget (at least one)")
-    budget.add_argument("--max-hours", type=_above(0.0), metavar="H", help="of training; the schedule ends there")
-    budget.add_argument("--max-steps", type=_whole(1), metavar="N")
+    budget.add_argument("--max-hours", type=POSITIVE, metavar="H", help="of training; the schedule ends there")
+    budget.add_argument("--max-steps", type=at_least(1), metavar="N")
     data = parser.add_argument_group("data")
-    data.add_argument("--chats", type=_whole(1), default=2000, help="chats to generate (default %(default)s)")
-    data.add_argument("--own-share", type=_share, default=0.5, help="share whose prompt the target writes itself")
+    data.add_argument("--chats", type=at_least(1), default=2000, help="chats to generate (default %(default)s)")
+    data.add_argument("--own-share", type=fraction, default=0.5, help="share whose prompt the target writes itself")
     data.add_argument(
-        "--quote-share", type=_share, default=0.0,
+        "--quote-share", type=fraction, default=0.0,
         help="share whose prompts quote earlier answers: summaries, questions, translations (default %(default)s)",
     )  # fmt: skip
-    data.add_argument("--prompt-tokens", type=_whole(1), default=512, help="longest prompt (default %(default)s)")
-    data.add_argument("--new-tokens", type=_whole(2), default=320, help="longest response (default %(default)s)")
-    data.add_argument("--held-out", type=_share, default=0.04, help="share kept for evaluation (default %(default)s)")
+    data.add_argument("--prompt-tokens", type=at_least(1), default=512, help="longest prompt (default %(default)s)")
+    data.add_argument("--new-tokens", type=at_least(2), default=320, help="longest response (default %(default)s)")
+    data.add_argument("--held-out", type=fraction, default=0.04, help="share kept for evaluation (default %(default)s)")
     shape = parser.add_argument_group("drafter")
     shape.add_argument(
         "--from", dest="start", metavar="DRAFTER",
@@ -71,64 +74,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--plain", action="store_true", default=None, help="plain z-lab DFlash layout (can be exported everywhere)"
     )
-    shape.add_argument("--block-size", type=_whole(1), metavar="K", help=f"drafted tokens (default {usual.block_size})")
-    shape.add_argument("--layers", type=_whole(1), help=f"draft layers (default {usual.layers})")
+    shape.add_argument("--block-size", type=at_least(1), metavar="K", help=f"drafted (default {usual.block_size})")
+    shape.add_argument("--layers", type=at_least(1), help=f"draft layers (default {usual.layers})")
     shape.add_argument("--taps", type=_ids, metavar="I,J,...", help="target layers to read")
-    shape.add_argument("--vocabulary", type=_whole(0), help=f"draft ids, 0: all (default {usual.vocabulary})")
+    shape.add_argument("--vocabulary", type=at_least(0), help=f"draft ids, 0: all (default {usual.vocabulary})")
     shape.add_argument("--init", choices=("target", "random"), help=f"starting weights (default {usual.init})")
-    shape.add_argument("--correction", type=_whole(0), metavar="WIDTH", help="gated correction head")
-    shape.add_argument("--markov-rank", type=_whole(0), metavar="R", help="low-rank Markov head")
-    shape.add_argument("--mask-token-id", type=_whole(0), help="of a plain drafter or adapter (default: an unused id)")
+    shape.add_argument("--correction", type=at_least(0), metavar="WIDTH", help="gated correction head")
+    shape.add_argument("--markov-rank", type=at_least(0), metavar="R", help="low-rank Markov head")
+    shape.add_argument("--mask-token-id", type=at_least(0), help="of a plain drafter or adapter; default: unused")
     loop = parser.add_argument_group("training")
-    loop.add_argument("--rows", type=_whole(1), help="documents per step and process (default 8; dual: 1)")
-    loop.add_argument("--anchors", type=_whole(1), help="random anchors per document (default 64; dual: 40 blocks)")
+    loop.add_argument("--rows", type=at_least(1), help="documents per step and process (default 8; dual: 1)")
+    loop.add_argument("--anchors", type=at_least(1), help="random anchors per document (default 64; dual: 40 blocks)")
     loop.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    loop.add_argument("--lr", type=_above(0.0), help="peak rate (default 6e-4; dual: 2e-3)")
+    loop.add_argument("--lr", type=POSITIVE, help="peak rate (default 6e-4; dual: 2e-3)")
     loop.add_argument("--weighting", choices=("decay", "dpace"), default="decay", help="weights of the slots")
-    loop.add_argument("--gamma", type=_above(0.0), help="decay exp(-(k-1)/gamma) (default 2.5; dual: 4)")
-    loop.add_argument("--hard", type=_share, help="share of cross-entropy beside KL (default .2; dual: .3)")
-    loop.add_argument("--average", type=_share, help="decay of the weight average, 0: none (default .99; dual: .98)")
-    loop.add_argument("--evaluate-every", type=_above(0.0), default=5.0, metavar="MIN", help="between evaluations")
-    loop.add_argument("--evaluate-documents", type=_whole(0), default=48, metavar="N", help="default %(default)s")
+    loop.add_argument("--gamma", type=POSITIVE, help="decay exp(-(k-1)/gamma) (default 2.5; dual: 4)")
+    loop.add_argument("--hard", type=fraction, help="share of cross-entropy beside KL (default .2; dual: .3)")
+    loop.add_argument("--average", type=fraction, help="decay of the weight average, 0: none (default .99; dual: .98)")
+    loop.add_argument(
+        "--evaluate-every",
+        type=POSITIVE,
+        default=5.0,
+        metavar="MIN",
+        help="between evaluations",
+    )
+    loop.add_argument("--evaluate-documents", type=at_least(0), default=48, metavar="N", help="default %(default)s")
     loop.add_argument(
         "--precision", choices=("auto", "bf16", "no"), default="auto", help="of the training pass; auto: what is faster"
     )
     loop.add_argument("--seed", type=int, default=0)
-    loop.add_argument("--serve-prompts", type=_whole(0), default=8, help="held-out prompts decoded at the end")
-
-
-def _whole(least: int) -> Callable[[str], int]:
-    """An argparse type: an int of at least ``least``."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return value
-
-    parse.__name__ = "number"
-    return parse
-
-
-def _above(bound: float) -> Callable[[str], float]:
-    """An argparse type: a finite number above ``bound``."""
-
-    def parse(text: str) -> float:
-        value = float(text)
-        if not bound < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number above {bound:g}, got {text}")
-        return value
-
-    parse.__name__ = "number"
-    return parse
-
-
-def _share(text: str) -> float:
-    """An argparse type: a number in [0, 1]."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
-    return value
+    loop.add_argument("--serve-prompts", type=at_least(0), default=8, help="held-out prompts decoded at the end")
 
 
 def _ids(text: str) -> tuple[int, ...]:

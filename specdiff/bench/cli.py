@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specdiff.cli.common import add_pair_arguments, at_least, load_pair
+from specdiff.arguments import at_least
+from specdiff.cli.common import add_pair_arguments, load_pair
 from specdiff.errors import InvalidInputError
 from specdiff.report.progress import teller
 

@@ -7,8 +7,9 @@ import json
 import sys
 from typing import Any
 
+from specdiff.arguments import at_least
 from specdiff.cli import codes
-from specdiff.cli.common import add_pair_arguments, at_least, encode, inside, load_pair
+from specdiff.cli.common import add_pair_arguments, encode, inside, load_pair
 
 RULES = ("token", "block", "coupled")
 PROMPT = "Tell me something about the sea."

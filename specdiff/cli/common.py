@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specdiff.arguments import at_least, share
 from specdiff.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -15,27 +16,6 @@ if TYPE_CHECKING:
     from specdiff.drafters.base import Drafter
 
 logger = logging.getLogger(__name__)
-
-
-def at_least(bound: float, kind: type = int, *, above: bool = False) -> Any:
-    """An argparse type: a number of ``kind`` that is at least (``above``: more than) ``bound``."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not (value > bound if above else value >= bound):
-            raise argparse.ArgumentTypeError(f"must be {'more than' if above else 'at least'} {bound}, got {text}")
-        return value
-
-    parse.__name__ = "number"
-    return parse
-
-
-def share(text: str) -> float:
-    """An argparse type: a number in (0, 1]."""
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value
 
 
 def inside(text: str) -> float:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdiff.arguments import at_least
 from specdiff.cli import codes
-from specdiff.cli.common import add_pair_arguments, at_least, encode, load_pair
+from specdiff.cli.common import add_pair_arguments, encode, load_pair
 from specdiff.cli.text import Mark, TextWriter
 
 PROMPTS = (

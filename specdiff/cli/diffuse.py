@@ -8,8 +8,9 @@ import json
 import sys
 from typing import Any
 
+from specdiff.arguments import at_least, share
 from specdiff.cli import codes
-from specdiff.cli.common import add_target_arguments, at_least, encode, load_model, share, target_options
+from specdiff.cli.common import add_target_arguments, encode, load_model, target_options
 from specdiff.errors import InvalidInputError
 
 GAP = "[...]"

@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from specdiff.arguments import at_least
 from specdiff.cli import codes
-from specdiff.cli.common import at_least
 from specdiff.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:

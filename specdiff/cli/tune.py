@@ -6,8 +6,9 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from specdiff.arguments import at_least
 from specdiff.cli import codes
-from specdiff.cli.common import add_pair_arguments, at_least, load_pair
+from specdiff.cli.common import add_pair_arguments, load_pair
 from specdiff.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -297,10 +297,10 @@ def test_forced_words_appear_where_the_model_likes_them_best(model, changes):
         ),
     ],
 )
-def test_forced_words_that_no_block_can_hold_are_refused_before_compute(model, changes, length, args):
+def test_forced_words_that_no_block_can_hold_are_refused_before_compute(model, changes, length, args, monkeypatch):
     calls = []
     dlm = lm(model, **changes)
-    dlm.denoiser.logits = lambda *a, **k: calls.append(1)  # type: ignore[method-assign]
+    monkeypatch.setattr(dlm.denoiser, "logits", lambda *a, **k: calls.append(1))
     with pytest.raises(InvalidInputError, match="force_words_ids"):
         dlm.generate(prompt(length), **args)
     assert not calls

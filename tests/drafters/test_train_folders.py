@@ -156,7 +156,7 @@ def test_turns_must_be_a_list(tmp_path):
     ("option", "value", "word"),
     [
         ("--max-steps", "-1", "at least 1"),
-        ("--max-hours", "nan", "above 0"),
+        ("--max-hours", "nan", "more than 0"),
         ("--rows", "0", "at least 1"),
         ("--anchors", "0", "at least 1"),
         ("--held-out", "1.5", "between 0 and 1"),

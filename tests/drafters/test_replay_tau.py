@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from replay_tau import rounds, show
 
 from specdiff import SpecDiff
 from specdiff.drafters.combined import CombinedDrafter
 from specdiff.drafters.lookup import PromptLookup
 from specdiff.drafters.train.evaluate import accepted_lengths
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "drafters")]
 
-from replay_tau import rounds, show  # noqa: E402
-from test_gather import drafter, items, model  # noqa: E402, F401  (fixtures: a drafter that is accepted now and then)
-
-
-def served(model, drafter, document) -> int:  # noqa: F811
+def served(model, drafter, document) -> int:
     sd = SpecDiff(model, drafter, block_size=drafter.block_size)
     ids = torch.from_numpy(document.ids)[None]
     start = document.prompt_length
@@ -36,19 +28,19 @@ def served(model, drafter, document) -> int:  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["lookup", "drafter", "both"])
-def test_replayed_rounds_are_those_of_serving(kind, model, drafter, items):  # noqa: F811
-    serving = {"lookup": PromptLookup(), "drafter": drafter, "both": CombinedDrafter(drafter)}[kind]
+def test_replayed_rounds_are_those_of_serving(kind, fitted_model, fitted_drafter, fitted_items):
+    serving = {"lookup": PromptLookup(), "drafter": fitted_drafter, "both": CombinedDrafter(fitted_drafter)}[kind]
     saved = 0
-    for item in items[:8]:
-        lengths = accepted_lengths(drafter, item, drafter.block_size, torch.device("cpu")).tolist()
+    for item in fitted_items[:8]:
+        lengths = accepted_lengths(fitted_drafter, item, fitted_drafter.block_size, torch.device("cpu")).tolist()
         count = rounds(item.document, None if kind == "lookup" else lengths, kind != "drafter", serving.block_size)
-        assert count == served(model, serving, item.document)
+        assert count == served(fitted_model, serving, item.document)
         saved += len(item.document) - item.document.prompt_length - 1 - count
     assert saved > 0
 
 
-def test_the_mean_is_over_sets(items, capsys):  # noqa: F811
-    documents = [item.document for item in items[:2]]
+def test_the_mean_is_over_sets(fitted_items, capsys):
+    documents = [item.document for item in fitted_items[:2]]
     news = [len(d) - d.prompt_length - 1 for d in documents]
     show("x", documents, [news[0], news[1]])
     first = capsys.readouterr().out.splitlines()[0]
