@@ -160,6 +160,13 @@ def test_no_pickle_anywhere():
     assert [place for place, path in sources().items() if banned.search(path.read_text(encoding="utf-8"))] == []
 
 
+def test_the_offline_model_needs_no_extra():
+    """transformers reads GGUF files with these; README's first line installs the package alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[^A-Za-z0-9_-]", line)[0] for line in project["dependencies"]}
+    assert {"accelerate", "gguf", "safetensors", "transformers"} <= names
+
+
 def test_constraints_lie_within_the_declared_ranges():
     pinned = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
