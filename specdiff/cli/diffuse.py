@@ -91,14 +91,16 @@ def run(args: argparse.Namespace) -> int:
     }
     live = not (args.plain or args.json) and sys.stdout.isatty()
     if args.infill:
-        ids, hole = gaps(lm, text, args.gap_tokens)
+        from specdiff.diffusion.pieces import filled
+
+        ids, hole, places = gaps(lm, text, args.gap_tokens)
         first = int(hole[0].nonzero().min())
         with _screen(lm, live, args.delay, ids[0, :first]) as streamer:
             # clean text is causal in such a model: to be seen, what follows a gap must lie in its canvas
             stretch = args.stretch or lm.spec.attention == "causal_context"
             out = lm.infill(ids, hole, stretch=stretch, streamer=streamer, **settings)
         written = out.sequences[0]
-        answer = _filled(lm, text, args.gap_tokens, written.tolist())
+        answer = filled(lm.tokenizer, _parts(text, args.gap_tokens), written.tolist(), places)
     else:
         ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
         with _screen(lm, live, args.delay, ids[0, :0]) as streamer:
@@ -181,18 +183,16 @@ def default_adapter() -> str | None:
     return next((str(folder) for folder in adapters().values()), None)
 
 
-def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any]:
-    """Ids of a text whose gaps are ``tokens`` positions each, and which positions those are (both ``[1, N]``)."""
+def gaps(lm: Any, text: str, tokens: int) -> tuple[Any, Any, list[slice]]:
+    """Ids of a text whose gaps are ``tokens`` positions each, which positions those are (both ``[1, N]``), and for each
+    gap its place."""
     import torch
 
     from specdiff.diffusion.pieces import gapped
 
-    ids, hole, _ = gapped(lm.tokenizer, _parts(text, tokens), _filler(lm))
-    return torch.tensor([ids], device=lm.device), torch.tensor([hole], device=lm.device)
-
-
-def _filler(lm: Any) -> int:
-    return int(lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id)
+    filler = lm.spec.pad if lm.spec.mask_id is None else lm.spec.mask_id
+    ids, hole, places = gapped(lm.tokenizer, _parts(text, tokens), int(filler))
+    return torch.tensor([ids], device=lm.device), torch.tensor([hole], device=lm.device), places
 
 
 def _parts(text: str, tokens: int) -> list[str | int]:
@@ -201,14 +201,6 @@ def _parts(text: str, tokens: int) -> list[str | int]:
     for number, piece in enumerate(text.split(GAP)):
         parts += [tokens, piece] if number else [piece]
     return parts
-
-
-def _filled(lm: Any, text: str, tokens: int, ids: list[int]) -> str:
-    """The text with its gaps filled from ``ids``."""
-    from specdiff.diffusion.pieces import filled, gapped
-
-    parts = _parts(text, tokens)
-    return filled(lm.tokenizer, parts, ids, gapped(lm.tokenizer, parts, _filler(lm))[2])
 
 
 class _screen:

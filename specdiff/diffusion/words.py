@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -57,15 +57,7 @@ def free_runs(s: RowState, spec: DLMSpec, row: int, start: int) -> list[int]:
             free = free & ~((offset % spec.block_size == 0) & (position > 0))
     elif spec.first_token == "ar":
         free = free & ~((position == s.first[row]) & (position > 0))
-    out: list[int] = []
-    before = (-2, -1)
-    for here in zip(position[free].tolist(), block[free].tolist(), strict=True):
-        if here == (before[0] + 1, before[1]):
-            out[-1] += 1
-        else:
-            out.append(1)
-        before = here
-    return out
+    return _runs(zip(position[free].tolist(), block[free].tolist(), strict=True))
 
 
 def check_words(s: RowState, spec: DLMSpec) -> None:
@@ -112,7 +104,7 @@ def best_place(
             return int(at)
         rest = free.clone()
         rest[at : at + n] = False
-        runs = tuple(sorted(_runs(positions[rest].tolist())))
+        runs = tuple(sorted(_runs((p, 0) for p in positions[rest].tolist())))
         if runs not in known:
             known[runs] = packs([*runs, *later], others)
         if known[runs]:
@@ -120,11 +112,12 @@ def best_place(
     return None
 
 
-def _runs(positions: Sequence[int]) -> list[int]:
+def _runs(places: Iterable[tuple[int, int]]) -> list[int]:
+    """Lengths of the runs of neighbouring positions; ``places`` are (position, block), ascending."""
     out: list[int] = []
-    before = -2
-    for here in positions:
-        if here == before + 1:
+    before = (-2, -1)
+    for here in places:
+        if here == (before[0] + 1, before[1]):
             out[-1] += 1
         else:
             out.append(1)

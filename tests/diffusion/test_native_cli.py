@@ -66,7 +66,7 @@ def test_gaps_keep_special_tokens_around_and_the_text_as_given(folder, capsys, m
 
     load = DiffusionLM.from_pretrained.__func__
     lm = load(DiffusionLM, folder, tokenizer=bert_like_tokenizer(), forbidden_ids=(35, 36, 37, 38, 39), eos_ids=())
-    ids, hole = gaps(lm, "w1 [...] w2", 2)
+    ids, hole, _ = gaps(lm, "w1 [...] w2", 2)
     assert ids[0].tolist() == [36, 1, MASK, MASK, 2, 37] and hole[0].tolist() == [False] * 2 + [True] * 2 + [False] * 2
     monkeypatch.setattr(DiffusionLM, "from_pretrained", lambda *a, **k: lm)
     assert main(["diffuse", "<k>  w1 [...]\tw5", "--infill", "--gap-tokens", "1", "--model", folder, "--json"]) == 0
@@ -76,7 +76,7 @@ def test_gaps_keep_special_tokens_around_and_the_text_as_given(folder, capsys, m
 
 def test_b58_the_spelling_of_the_mask_in_a_prompt_is_text(folder):
     lm = DiffusionLM.from_pretrained(folder)
-    ids, hole = gaps(lm, "w1 <|mask|> [...] w2", 2)
+    ids, hole, _ = gaps(lm, "w1 <|mask|> [...] w2", 2)
     assert ids[0, 1] == MASK and hole[0].tolist() == [False, False, True, True, False]
     out = lm.infill(ids, hole)
     assert int(out[0, 1]) == MASK and not (out[0, 2:4] == MASK).any()
