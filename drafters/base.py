@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from specdiff.fast.recording import Recorder
 from specdiff.verify.laws import Proposal
 from specdiff.verify.noise import RoundNoise
 
@@ -31,6 +32,7 @@ class DraftRequest:
         capacity: upper bound of committed tokens per row in this request (prompt and new tokens), for preallocation.
         target_cache: read-only view of the target's KV cache, for drafters that share weights with it, else None.
         prompt_lengths: ``Long[B]`` logical tokens of each prompt; the first token after them is the prefill's own.
+        recorder: records steps of fixed shapes where the target's passes are recorded too, else None.
     """
 
     batch_size: int
@@ -42,6 +44,7 @@ class DraftRequest:
     capacity: int = 0
     target_cache: object | None = None
     prompt_lengths: Tensor | None = None
+    recorder: Recorder | None = None
 
     @property
     def greedy(self) -> bool:

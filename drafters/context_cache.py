@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdiff.drafters.base import on_host
+from specdiff.fast.recording import bucket
 
 
 class ContextCache:
@@ -25,40 +26,66 @@ class ContextCache:
         capacity: positions to make room for; the buffer doubles when that is not enough.
         device: where.
         dtype: of the buffer.
+        buckets: what is read has one of a few lengths, so that steps can be recorded.
     """
 
     def __init__(
-        self, layers: int, batch: int, groups: int, width: int, capacity: int, device: torch.device, dtype: torch.dtype
+        self,
+        layers: int,
+        batch: int,
+        groups: int,
+        width: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        buckets: bool = False,
     ) -> None:
+        capacity = bucket(capacity) if buckets else capacity
+        self.buckets = buckets
         shape = (layers, batch, groups, max(capacity, 1), width)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.longest = 0
-        """No row is longer than this (exact on the CPU; elsewhere a bound, so that nothing waits for the device)."""
+        """No row is longer than this: exact where the host knows lengths, else a bound, so that nothing waits."""
 
     @property
     def capacity(self) -> int:
         """Positions of the buffer."""
         return self.keys.shape[3]
 
+    @property
+    def view(self) -> int:
+        """Positions that :meth:`read` gives."""
+        return min(bucket(self.longest), self.capacity) if self.buckets else self.longest
+
     def positions(self, width: int) -> Tensor:
         """``Long[B, width]`` the logical positions that the next ``width`` entries of each row take."""
         return self.lengths[:, None] + torch.arange(width, device=self.lengths.device)
 
-    def append(self, pairs: Sequence[tuple[Tensor, Tensor]], counts: Tensor) -> None:
-        """Write ``[B, g, T, D]`` keys and values per layer after each row's length; the first ``counts`` are real."""
+    def append(self, pairs: Sequence[tuple[Tensor, Tensor]], counts: Tensor, most: int | None = None) -> None:
+        """Write keys and values after each row's length.
+
+        Args:
+            pairs: ``[B, g, T, D]`` each, per layer.
+            counts: ``Long[B]`` how many of the T are real.
+            most: the longest row afterwards, where the host knows it without asking the device.
+        """
         width = pairs[0][0].shape[2]
-        self._reserve(self.longest + width)
+        self.reserve(self.longest + width)
         where = self.positions(width)[:, None, :, None]
         for layer, (k, v) in enumerate(pairs):
             index = where.expand(k.shape)
             self.keys[layer].scatter_(2, index, k.to(self.keys.dtype))
             self.values[layer].scatter_(2, index, v.to(self.values.dtype))
         self.lengths = self.lengths + counts
-        self.longest = int(self.lengths.max()) if on_host(self.lengths) else self.longest + width
+        if most is None:
+            most = int(self.lengths.max()) if on_host(self.lengths) else self.longest + width
+        self.longest = most
 
-    def _reserve(self, needed: int) -> None:
+    def reserve(self, needed: int) -> None:
+        """Make room for ``needed`` positions per row."""
         if needed <= self.capacity:
             return
         extra = max(needed, 2 * self.capacity) - self.capacity
@@ -67,12 +94,13 @@ class ContextCache:
         self.values = torch.cat([self.values, self.values.new_zeros(pad)], 3)
 
     def read(self) -> list[tuple[Tensor, Tensor]]:
-        """Views ``[B, g, T, D]`` per layer, T = :attr:`longest`."""
-        return [(k[:, :, : self.longest], v[:, :, : self.longest]) for k, v in zip(self.keys, self.values, strict=True)]
+        """Views ``[B, g, T, D]`` per layer, T = :attr:`view`."""
+        view = self.view
+        return [(k[:, :, :view], v[:, :, :view]) for k, v in zip(self.keys, self.values, strict=True)]
 
     def visible(self) -> Tensor:
         """``Bool[B, T]`` which positions of :meth:`read` a row holds."""
-        return torch.arange(self.longest, device=self.lengths.device) < self.lengths[:, None]
+        return torch.arange(self.view, device=self.lengths.device) < self.lengths[:, None]
 
     def select(self, rows: Tensor) -> None:
         """Keep ``rows``: ``Long[b]``, in that order."""

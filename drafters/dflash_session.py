@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,11 @@ from specdiff.drafters.context_cache import ContextCache
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.pending import MOST, Pending
 from specdiff.errors import InvalidInputError
+from specdiff.fast.recording import Outputs, Recordings
 from specdiff.verify.laws import Coupled, Delta, Proposal, Sampled
-from specdiff.verify.noise import Purpose, RoundNoise
+from specdiff.verify.noise import CounterNoise, Purpose, RoundNoise
+
+log = logging.getLogger(__name__)
 
 
 class DFlashSession:
@@ -37,6 +42,7 @@ class DFlashSession:
         self._cache = ContextCache(
             config.num_layers, request.batch_size, config.num_kv_heads, config.head_dim,
             request.capacity + config.block_size + 1, request.device, weight.dtype,
+            buckets=request.recorder is not None,
         )  # fmt: skip
         self._last_position = torch.full((request.batch_size,), -1, dtype=torch.long, device=request.device)
         width = len(config.target_layer_ids) * config.hidden_size
@@ -49,6 +55,8 @@ class DFlashSession:
         self._stepwise = config.sequential or config.edges or drafter.min_confidence > 0
         self._inside = self._ids < request.vocab_size
         self._all_inside = int(self._ids.max()) < request.vocab_size
+        self._recordings = Recordings(request.recorder)
+        self._recorded_for = request
 
     @property
     def lengths(self) -> Tensor:
@@ -75,12 +83,17 @@ class DFlashSession:
         taps, counts = self._pending.take()
         features = self._model.tap_features(taps.to(self._compute))
         positions = self._cache.positions(taps.shape[1])
-        self._cache.append(self._model.context(features, positions), counts)
+        self._cache.append(self._model.context(features, positions), counts, self._longest())
         at = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         last = features.gather(1, at)[:, 0]
         fresh = counts > 0
         self._last = torch.where(fresh[:, None], last, self._last)
         self._last_position = torch.where(fresh, self._cache.lengths - 1, self._last_position)
+
+    def _longest(self) -> int | None:
+        """Committed tokens of the longest row, as the target's side knows them on the host."""
+        lengths = getattr(self.request.target_cache, "lengths", None)
+        return max(lengths, default=0) if isinstance(lengths, list) else None
 
     @torch.no_grad()
     def propose(self, anchor: Tensor, limits: Tensor, noise: RoundNoise) -> Proposal:
@@ -89,6 +102,21 @@ class DFlashSession:
         slots = int(limits.max()) if on_host(limits) else self.drafter.block_size
         if slots == 0:
             return Proposal.empty(len(anchor), anchor.device)
+        longest = self._longest()
+        if self._recordings.recorder is None or longest is None or not isinstance(noise, CounterNoise):
+            tokens, lengths, logits = self._draft(anchor, limits, noise, slots)
+        else:
+            tokens, lengths, logits = self._recorded(anchor, limits, noise, longest)
+        if logits is None:
+            return Proposal(tokens, lengths, Delta())
+        law = Coupled() if self.request.rule == "coupled" else Sampled()
+        ids = None if self.drafter.draft_ids is None else self._ids
+        return Proposal(tokens, lengths, law, logits=logits, draft_ids=ids)
+
+    def _draft(
+        self, anchor: Tensor, limits: Tensor, noise: RoundNoise, slots: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tokens ``Long[B, k]``, lengths ``Long[B]``, and logits ``[B, k, Vd]`` (None under the greedy rule)."""
         self._project()
         # Inference mode spares small operators their bookkeeping; processors of a sampling request never run inside it.
         with torch.inference_mode() if self.request.greedy else torch.no_grad():
@@ -106,12 +134,44 @@ class DFlashSession:
             limits = torch.minimum(limits, (sure.cumprod(1) >= self.drafter.min_confidence).long().cumprod(1).sum(1))
         finite = torch.isfinite(torch.stack(peaks, 1))  # NaN and an empty row show in the maximum
         lengths = torch.minimum(limits, finite.long().cumprod(1).sum(1))
-        if self.request.greedy:
-            return Proposal(tokens, lengths, Delta())
-        logits = torch.stack(rows, 1)
-        law = Coupled() if self.request.rule == "coupled" else Sampled()
-        ids = None if self.drafter.draft_ids is None else self._ids
-        return Proposal(tokens, lengths, law, logits=logits, draft_ids=ids)
+        return tokens, lengths, None if self.request.greedy else torch.stack(rows, 1)
+
+    def _recorded(
+        self, anchor: Tensor, limits: Tensor, noise: CounterNoise, longest: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:meth:`_draft` as a recording: what a round changes goes in and comes out as tensors of fixed shapes."""
+        slots = self.drafter.block_size
+        if len(self._pending) > slots + 1:
+            self._project()
+        cache, waiting = self._cache, self._pending.padded(slots + 1, self._last)
+        cache.reserve(longest + slots + 1)
+        cache.longest = longest
+        state = (cache.lengths, self._last, self._last_position)
+
+        def run(*inputs: Tensor) -> Outputs:
+            anchor, limits, row_states, committed, taps, counts, *rest = inputs
+            cache.lengths, self._last, self._last_position = rest
+            self._pending.put(taps, counts)
+            drafted = self._draft(anchor, limits, CounterNoise(row_states, committed), slots)
+            return (*drafted, cache.lengths, self._last, self._last_position)
+
+        inputs = (anchor, limits, noise.row_states, noise.lengths, *waiting, *state)
+        if self._recorded_for is not self.request:
+            self._recordings.clear()
+            self._recorded_for = self.request
+        key = (len(anchor), cache.view, cache.keys.data_ptr())
+        try:
+            tokens, lengths, logits, *after = self._recordings(key, run, inputs)
+        except RuntimeError as error:
+            log.warning("this draft cannot be recorded (%s); it is run operator by operator", error)
+            self._recordings.recorder = None
+            cache.lengths, self._last, self._last_position = state
+            self._pending = Pending()
+            self._pending.put(*waiting)
+            return self._draft(anchor, limits, noise, slots)
+        assert tokens is not None and lengths is not None
+        cache.lengths, self._last, self._last_position = after
+        return tokens, lengths, logits
 
     def _states(self, anchor: Tensor, slots: int) -> Tensor:
         """Parallel states ``[B, k, H]`` before the heads."""

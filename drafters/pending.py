@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MOST = 1024
@@ -25,6 +26,13 @@ class Pending:
     def select(self, rows: Tensor) -> None:
         """Keep ``rows``: ``Long[b]``, in that order."""
         self._parts = [(taps[rows.to(taps.device)], counts[rows]) for taps, counts in self._parts]
+
+    def padded(self, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`take` with T = ``width``, which holds them all; ``like``: ``[B, W]`` tells the kind of taps."""
+        if not self._parts:
+            return like.new_zeros(len(like), width, like.shape[1]), torch.zeros_like(like[:, 0], dtype=torch.long)
+        taps, counts = self.take()
+        return F.pad(taps.to(like.dtype), (0, 0, 0, width - taps.shape[1])), counts
 
     def take(self) -> tuple[Tensor, Tensor]:
         """All of it as ``([B, T, W], Long[B])``, and forget it."""

@@ -176,6 +176,7 @@ class Decoding:
             capacity=capacity,
             target_cache=self.state,
             prompt_lengths=torch.tensor([row.prompt for row in self.rows], device=self.device),
+            recorder=self.target.recorder,
         )
         if self.session is None:
             self.session = self.drafter.start(request)

@@ -15,6 +15,7 @@ from specdiff.cache.passes import ModelCall, captured, decoder_layers
 from specdiff.cache.probe import find_serving
 from specdiff.cache.states import GroupedState, Pass, RaggedState, Serving
 from specdiff.errors import UnsupportedError
+from specdiff.fast.recording import Recorder
 
 __all__ = ["Pass", "Target", "TargetState", "captured", "decoder_layers"]
 
@@ -69,6 +70,8 @@ class Target:
     """
 
     name = "general"
+    recorder: Recorder | None = None
+    """What records passes of fixed shapes, where that is done."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         why = refusal(model)
@@ -129,9 +132,12 @@ class Target:
 
     def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> RaggedState | GroupedState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""
+        self._check_taps(taps)
+        return self._state(self.serving, batch, capacity, tuple(taps))
+
+    def _check_taps(self, taps: Sequence[int]) -> None:
         for tap in taps:
             if not 0 <= tap < self.num_layers:
                 raise UnsupportedError(
                     f"tap {tap} does not exist: {type(self.model).__name__} has {self.num_layers} layers"
                 )
-        return self._state(self.serving, batch, capacity, tuple(taps))

@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from specdiff.call import OWN_ARGUMENTS, Bound, checked_rule
 from specdiff.drafters.base import Drafter
 from specdiff.errors import InvalidInputError, UnsupportedError
-from specdiff.fast.target import FastTarget
+from specdiff.fast.choose import fast_path
 from specdiff.loop import Job, needs_step
 from specdiff.session import Session
 from specdiff.settings import check_call
@@ -43,7 +43,9 @@ class SpecDiff:
             own, to measured costs and running acceptance (:mod:`specdiff.tuning`). None is ``"auto"`` for targets of
             at least 16 million parameters; below that, passes are too short to be worth measuring, and it is the
             drafter's own.
-        fast: ``auto`` takes the fast path where target and request allow it, ``off`` never does, ``on`` insists.
+        fast: ``auto`` takes the fast path where target and request allow it, ``off`` never does, ``on`` insists. On
+            CPUs it is packed kernels (:mod:`specdiff.fast.target`), on CUDA devices recorded passes
+            (:mod:`specdiff.fast.graphs`), which ``auto`` leaves alone.
 
     Raises:
         UnsupportedError: the target, or this drafter for it, cannot be served right.
@@ -67,14 +69,8 @@ class SpecDiff:
         self.fast = fast
         self.target: Target = Target(ar)
         self.notes: list[str] = [note] if (note := self.target.serving.note) else []
-        self.fast_target: FastTarget | None = None
-        if fast != "off":
-            try:
-                self.fast_target = FastTarget(ar)
-            except UnsupportedError as error:
-                if fast == "on":
-                    raise
-                self.notes.append(str(error))
+        self.fast_target, why = fast_path(ar, fast, self.target.device)
+        self.notes += [why] if why else []
         if isinstance(drafter, (str, os.PathLike)):
             from specdiff.hub import load_drafter
 

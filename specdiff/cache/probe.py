@@ -82,6 +82,19 @@ def find_serving(call: ModelCall, open_state: Callable[[Serving, int, int], Ragg
     )
 
 
+def check_state(call: ModelCall, state: RaggedState) -> None:
+    """Try a fresh state of two rows, ``2 * LENGTH`` columns each, in the same way.
+
+    Raises:
+        UnsupportedError: its passes differ from the uncached one; says by how much.
+    """
+    with _quiet():
+        tokens = probe_tokens(call)
+        gap = _gap(state, tokens, _reference(call, type(call.model).__name__, tokens))
+    if not gap <= TOLERANCE.get(call.model.dtype, 1e-1):
+        raise UnsupportedError(f"its recorded passes are off by {gap:.2g} of the logits' spread")
+
+
 def cache_fault(call: ModelCall) -> str | None:
     """What a configuration lacks that transformers' default cache asks it for, which ``generate`` then fails on."""
     if call.cache_name not in ("cache", "past_key_values"):

@@ -101,26 +101,30 @@ class RaggedState:
 
     def forward(self, tokens: Tensor, counts: Tensor, *, head: str | None = "all") -> Pass:
         """See :class:`specdiff.target.TargetState`."""
-        device, width = self.call.device, tokens.shape[1]
-        self.cache.begin(torch.tensor(self.lengths, device=device), self.lengths, width)
-        positions = self.cache.span.positions()
-        if self.top is not None:
-            # Only padding of a ragged pass can lie past the last position while the row itself does not.
-            inside = torch.arange(width, device=device) < counts[:, None]
-            positions = torch.where(inside, positions, positions.clamp(max=self.top - 1))
+        device = self.call.device
+        self.cache.begin(torch.tensor(self.lengths, device=device), self.lengths, tokens.shape[1])
         last = (counts - 1).clamp(min=0)
         kept = torch.unique(last) if head == "last" else None
-        keep: Keep | None = kept if head == "last" else 1 if head is None else None
-        mask = self.cache.masks(self.call.model.dtype, by_type=self.serving.by_type)
-        logits, tapped, _ = self.call(
-            tokens, positions=positions, mask=mask, cache=self.cache, keep=keep, taps=self.taps
-        )
+        logits, tapped = self._run(tokens, counts, kept if head == "last" else 1 if head is None else None)
         if head is None:
             return Pass(None, tapped)
         if kept is not None:
             index = torch.searchsorted(kept, last).to(logits.device)
             logits = logits[torch.arange(len(self.lengths), device=logits.device), index][:, None]
         return Pass(logits.to(device=device, dtype=torch.float32), tapped)
+
+    def _run(self, tokens: Tensor, counts: Tensor, keep: Keep | None) -> tuple[Tensor, Tensor | None]:
+        """The pass that the cache's span describes: logits of the inputs in ``keep``, and tapped states."""
+        positions = self.cache.span.positions()
+        if self.top is not None:
+            # Only padding of a ragged pass can lie past the last position while the row itself does not.
+            inside = torch.arange(tokens.shape[1], device=positions.device) < counts[:, None]
+            positions = torch.where(inside, positions, positions.clamp(max=self.top - 1))
+        mask = self.cache.masks(self.call.model.dtype, by_type=self.serving.by_type)
+        logits, tapped, _ = self.call(
+            tokens, positions=positions, mask=mask, cache=self.cache, keep=keep, taps=self.taps
+        )
+        return logits, tapped
 
     def advance(self, counts: Sequence[int]) -> None:
         """See :class:`specdiff.target.TargetState`."""

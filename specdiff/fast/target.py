@@ -93,11 +93,7 @@ class FastTarget(Target):
         why = _too_long(packed, capacity)
         if why is not None:
             raise UnsupportedError(f"the fast path cannot serve this: {why}; use fast='auto' or fast='off'")
-        for tap in taps:
-            if not 0 <= tap < self.num_layers:
-                raise UnsupportedError(
-                    f"tap {tap} does not exist: {type(self.model).__name__} has {self.num_layers} layers"
-                )
+        self._check_taps(taps)
         return FastState(packed, batch, capacity, tuple(taps))
 
 

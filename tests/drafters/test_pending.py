@@ -31,7 +31,7 @@ def draft(made, model, most, monkeypatch):
     monkeypatch.setattr(dflash_session, "MOST", most)
     session = made.start(request(model))
     append, widths = session._cache.append, []
-    session._cache.append = lambda pairs, counts: widths.append(int(counts)) or append(pairs, counts)
+    session._cache.append = lambda pairs, counts, most: widths.append(int(counts)) or append(pairs, counts, most)
     at = 0
     for count in (10, 1, 1, 3, 1):
         session.commit(ids[:, at : at + count], torch.tensor([count]), taps[:, at : at + count])

@@ -1,0 +1,192 @@
+"""``GraphTarget``: passes of the stock model recorded as CUDA graphs, for any model whose layers see everything.
+
+What an eager pass costs beyond its kernels is Python and their launches, which a small batch cannot hide. A recorded
+pass has neither. It needs fixed shapes and addresses: keys and values lie in buffers that stay where they are, each row
+writes at columns that are computed on the device from its length, and attention reads one of a few lengths
+(:func:`specdiff.fast.recording.bucket`), the rest being masked. One graph serves all passes of as many rows, inputs
+and columns. Prompts are run eagerly over the same buffers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdiff.cache.kinds import LayerPlan
+from specdiff.cache.manager import TargetCache
+from specdiff.cache.passes import ModelCall
+from specdiff.cache.probe import LENGTH, check_state
+from specdiff.cache.ragged import RaggedLayer
+from specdiff.cache.states import Pass, RaggedState, Serving
+from specdiff.errors import UnsupportedError
+from specdiff.fast.recording import CudaRecorder, Outputs, Recorder, Recordings, bucket
+from specdiff.fingerprint import Fingerprint, fingerprint
+from specdiff.target import Target
+
+WIDEST = 32
+"""Inputs per row up to which a pass is recorded; wider ones are prompts, whose kernels outlast their launches."""
+
+
+class StaticLayer(RaggedLayer):
+    """Buffers that stay at their place while rows leave: the first ``span.batch`` rows are in use."""
+
+    def select(self, rows: Tensor) -> None:
+        """Move the given rows to the front, in that order."""
+        for buffer in (self.keys, self.values):
+            if buffer is not None:
+                buffer[: len(rows)] = buffer.index_select(0, rows.to(buffer.device))
+
+    def _make_room(self) -> None:
+        batch = self.span.batch
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            if old.shape[2] < self._capacity():
+                new = self._buffer(old)
+                new[:, :, : old.shape[2]] = old[:batch]
+                setattr(self, name, new)
+
+    def _write(self, buffer: Tensor, states: Tensor) -> None:
+        rows = torch.arange(self.span.batch, device=states.device)[:, None]
+        buffer[rows, :, self._columns()] = states.transpose(1, 2)
+
+    def _read(self, buffer: Tensor) -> Tensor:
+        return buffer[: self.span.batch, :, : self.span.view]
+
+
+class StaticCache(TargetCache):
+    """A cache of static layers."""
+
+    def _layer(self, plan: LayerPlan) -> StaticLayer:
+        return StaticLayer(self.span)
+
+
+class GraphState(RaggedState):
+    """:class:`specdiff.target.TargetState` whose narrow passes are recorded and replayed.
+
+    It outlives its request: closed, it waits at its target for the next one of the same shape, graphs included.
+    """
+
+    def __init__(
+        self,
+        owner: GraphTarget,
+        call: ModelCall,
+        serving: Serving,
+        batch: int,
+        capacity: int,
+        taps: tuple[int, ...],
+        top: int | None,
+    ) -> None:
+        super().__init__(call, serving, batch, 0, taps, top)
+        self.owner, self.batch = owner, batch
+        self.cache = StaticCache(serving.plans, batch, capacity, capacity)
+        self.recordings = Recordings(owner.recorder)
+        self.stamp: Fingerprint = ()
+
+    def fits(self, batch: int, capacity: int, taps: tuple[int, ...], stamp: Fingerprint) -> bool:
+        """Whether another request can use this state."""
+        return (self.batch, self.taps, self.stamp) == (batch, taps, stamp) and capacity <= self.cache.span.capacity
+
+    def reopen(self) -> None:
+        """Begin again from nothing."""
+        self.lengths = [0] * self.batch
+        self.cache.span.batch = self.batch
+
+    def forward(self, tokens: Tensor, counts: Tensor, *, head: str | None = "all") -> Pass:
+        """See :class:`specdiff.target.TargetState`."""
+        span, width = self.cache.span, tokens.shape[1]
+        needed = max(self.lengths) + width
+        if needed > span.capacity:  # a conversation outgrows its first request: the buffers move
+            self.recordings.clear()
+        eager = head != "all" or width > WIDEST or needed > span.capacity
+        if eager or not all(layer.is_initialized for layer in self.cache.layers):
+            return super().forward(tokens, counts, head=head)
+        view = min(bucket(needed), span.capacity)
+        key = (len(self.lengths), width, view)
+        start = torch.tensor(self.lengths, device=tokens.device)
+        logits, taps = self.recordings(key, self._step(width, view), (tokens, start, counts))
+        return Pass(logits, taps)
+
+    def _step(self, width: int, view: int) -> Any:
+        """The pass of ``width`` inputs per row over ``view`` columns, as a function of tensors alone."""
+
+        def run(tokens: Tensor, start: Tensor, counts: Tensor) -> Outputs:
+            self.cache.begin(start, [view - width] * start.shape[0], width)
+            logits, tapped = self._run(tokens, counts, None)
+            return logits.float(), tapped
+
+        return run
+
+    def close(self) -> None:
+        """See :class:`specdiff.target.TargetState`."""
+        self.owner.take_back(self)
+
+
+class GraphTarget(Target):
+    """A target whose narrow passes are recorded. Same interface as :class:`specdiff.target.Target`.
+
+    Args:
+        model: the target, on one CUDA device, all of whose layers keep plain keys and values of the whole text.
+        recorder: what records; None for CUDA graphs.
+
+    Raises:
+        UnsupportedError: the model does not fit, or its recorded passes differ from its own; says why.
+    """
+
+    name = "graphs"
+
+    def __init__(self, model: PreTrainedModel, recorder: Recorder | None = None) -> None:
+        super().__init__(model)
+        self._lock = threading.Lock()
+        self._idle: GraphState | None = None
+        why = self._unfit(recorder is None)
+        if why is not None:
+            raise UnsupportedError(f"no graphs for {type(model).__name__}: {why}")
+        self.recorder = recorder or CudaRecorder()
+        try:
+            check_state(self.call, self.open(2, 2 * LENGTH))
+        except (RuntimeError, UnsupportedError) as error:
+            reason = str(error) if isinstance(error, UnsupportedError) else f"a pass cannot be recorded: {error}"
+            raise UnsupportedError(f"no graphs for {type(model).__name__}: {reason}") from error
+        self._idle = None
+
+    def _unfit(self, cuda: bool) -> str | None:
+        devices = {parameter.device for parameter in self.model.parameters()}
+        if cuda and {device.type for device in devices} != {"cuda"}:
+            return "its weights are not on a CUDA device"
+        if len(devices) > 1:
+            return f"its weights are on {len(devices)} devices"
+        if self.serving.mode != "ragged":
+            return f"it is served {self.serving.words}"
+        kinds = sorted({plan.word for plan in self.serving.plans} - {"full"})
+        if kinds:
+            return f"it has layers that do not keep the keys and values of the whole text ({', '.join(kinds)})"
+        return None
+
+    def refuses(self, capacity: int) -> str | None:
+        """Why a request of ``capacity`` columns per row cannot be served so, or None."""
+        return None
+
+    def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> GraphState:
+        """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""
+        wanted, stamp = tuple(taps), fingerprint(self.model)
+        with self._lock:
+            state, self._idle = self._idle, None
+        if state is None or not state.fits(batch, capacity, wanted, stamp):
+            self._check_taps(wanted)
+            room = bucket(capacity)
+            state = GraphState(self, self.call, self.serving, batch, room, wanted, self.max_positions)
+            state.stamp = stamp
+        state.reopen()
+        return state
+
+    def take_back(self, state: GraphState) -> None:
+        """Keep a closed state for the next request; the one that waited is dropped."""
+        first = state.cache.layers[0]
+        if first.is_initialized and first.keys is not None and first.keys.shape[0] == state.batch:
+            with self._lock:
+                self._idle = state
