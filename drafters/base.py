@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,6 +130,20 @@ class Drafter(Protocol):
     def start(self, request: DraftRequest) -> DraftSession:
         """Open the state for one call of ``generate``."""
         ...
+
+
+def move_drafter(drafter: object, *args: Any, **kwargs: Any) -> None:
+    """``drafter.to(...)``, for drafters that have weights to move."""
+    move = getattr(drafter, "to", None)
+    if move is not None:
+        move(*args, **kwargs)
+
+
+def rebind(drafter: object, target: Any) -> None:
+    """``drafter.bind(target)``, for drafters that read the embedding and head of a target."""
+    bind = getattr(drafter, "bind", None)
+    if bind is not None:
+        bind(target)
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, Outlook, as_limits
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, Outlook, as_limits, move_drafter, rebind
 from specdiff.drafters.lookup import LookupSession, PromptLookup, copied
 from specdiff.errors import InvalidInputError
 from specdiff.verify.laws import Delta, Proposal, Sampled
@@ -66,6 +66,16 @@ class CombinedDrafter:
     def start(self, request: DraftRequest) -> CombinedSession:
         """Open the state for one call of ``generate``."""
         return CombinedSession(self, request)
+
+    def to(self, *args: Any, **kwargs: Any) -> CombinedDrafter:
+        """Move the drafter inside, where it can be moved."""
+        move_drafter(self.drafter, *args, **kwargs)
+        return self
+
+    def bind(self, target: Any) -> CombinedDrafter:
+        """Bind the drafter inside to ``target``, where it is bound to one."""
+        rebind(self.drafter, target)
+        return self
 
 
 @dataclass

@@ -54,7 +54,7 @@ class DFlashSession:
         self._pending = Pending()
         self._stepwise = config.sequential or config.edges or drafter.min_confidence > 0
         self._inside = self._ids < request.vocab_size
-        self._all_inside = int(self._ids.max()) < request.vocab_size
+        self._all_inside = int(columns.max()) < request.vocab_size
         self._recordings = Recordings(request.recorder)
         self._recorded_for = request
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, as_limits
+from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, as_limits, move_drafter
 from specdiff.drafters.common_start import common_start
 from specdiff.errors import UnsupportedError
 from specdiff.verify.laws import Delta, Proposal
@@ -75,6 +75,11 @@ class Retokenised:
     def start(self, request: DraftRequest) -> RetokenisedSession:
         """Open the state for one call of ``generate``."""
         return RetokenisedSession(self, request)
+
+    def to(self, *args: Any, **kwargs: Any) -> Retokenised:
+        """Move the drafter inside, where it can be moved."""
+        move_drafter(self.drafter, *args, **kwargs)
+        return self
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from specdiff.call import OWN_ARGUMENTS, Bound, checked_rule
-from specdiff.drafters.base import Drafter
+from specdiff.drafters.base import Drafter, move_drafter, rebind
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.fast.choose import fast_path
 from specdiff.loop import Job, needs_step
@@ -109,9 +109,8 @@ class SpecDiff:
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move target and drafter, as ``Module.to`` does."""
         self.ar.to(*args, **kwargs)
-        move = getattr(self.drafter, "to", None)
-        if move is not None:
-            move(*args, **kwargs)
+        move_drafter(self.drafter, *args, **kwargs)
+        rebind(self.drafter, self.ar)
         self.__init__(  # type: ignore[misc]
             self.ar, self.drafter, tokenizer=self.tokenizer, rule=self.rule, block_size=self.asked_block, fast=self.fast
         )
