@@ -1,6 +1,9 @@
 """How much the engine loses: speed against what tau and the cost of passes allow, with a drafter that knows the text.
 
     python benchmarks/engine_efficiency.py [--target MODEL] [--new-tokens 96] [--fast auto|on|off] [--threads N]
+    python benchmarks/engine_efficiency.py --shape 8b --dtype bfloat16 --device cuda --fast on
+
+The second form takes random weights of a model of 8 billion parameters: speeds depend on shapes alone.
 
 For each prompt, interleaved: Hugging Face ``generate``, specdiff's plain autoregressive decoding (K = 0), and replayed
 texts of which one token per block of 8 is wrong, so that tau is known. Engine efficiency is
@@ -23,8 +26,10 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from step_cost import cpu_name
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdiff import SpecDiff, load_target
+from specdiff.bench.models import redrafted
 from specdiff.testing import ReplayDrafter
 from specdiff.tuning.measure import measure_cost
 
@@ -35,6 +40,26 @@ PROMPTS = (
     "def merge_sort(items):\n    '''Sort a list of numbers.'''\n",
     "Question: A train travels 60 km in 45 minutes. What is its average speed in km/h?\nAnswer:",
 )
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    },
+}  # fmt: skip
+"""Random models: ``8b`` is as large as Llama 3 8B, ``tiny`` tries the script."""
+
+
+def random_model(shape: str, dtype: torch.dtype, device: str) -> Any:
+    """A Llama of this shape with random weights, made where it will run."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape], eos_token_id=None), dtype=dtype).eval()
 
 
 def decode_speed(wrapped: SpecDiff, ids: torch.Tensor, tokens: int) -> tuple[float, Any]:
@@ -59,6 +84,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder or hub id; default: the offline default model")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of a target")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3, help="runs per prompt and arm")
     parser.add_argument("--taus", type=int, nargs="+", default=[2, 3, 4, 6, 8])
@@ -67,7 +95,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    model, tokenizer = load_target(args.target, dtype=torch.float32)
+    dtype = getattr(torch, args.dtype)
+    if args.shape:
+        model, tokenizer = random_model(args.shape, dtype, args.device), None
+    else:
+        model, tokenizer = load_target(args.target, dtype=dtype)
+        model.to(args.device)
     plain = SpecDiff(model, fast=args.fast)
     console = Console()
     console.print(f"{cpu_name()}, {torch.get_num_threads()} threads; torch {torch.__version__}, "
@@ -77,14 +110,13 @@ def main() -> None:
     found: dict[int, dict[str, list[float]]] = {
         tau: {"tau": [], "speed": [], "speed_up": [], "possible": [], "efficiency": []} for tau in args.taus
     }
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
+    for at, prompt in enumerate(PROMPTS):
+        ids = torch.arange(at, at + 24)[None] if tokenizer is None else tokenizer(prompt, return_tensors="pt").input_ids
+        ids = ids.to(model.device)
         _, out = decode_speed(plain, ids, args.new_tokens)
         text = out.sequences[:, ids.shape[1] :]
         pairs = {
-            tau: SpecDiff(
-                model, ReplayDrafter(text, BLOCK, (tau - 1,) if tau <= BLOCK else ()), block_size=BLOCK, fast=args.fast
-            )
+            tau: redrafted(plain, ReplayDrafter(text, BLOCK, (tau - 1,) if tau <= BLOCK else ()), BLOCK)
             for tau in args.taus
         }
         context = ids.shape[1] + args.new_tokens // 2
@@ -94,7 +126,8 @@ def main() -> None:
             for tau, pair in pairs.items():
                 speed_plain, _ = decode_speed(plain, ids, args.new_tokens)
                 speed, out = decode_speed(pair, ids, args.new_tokens)
-                assert torch.equal(out.sequences[:, ids.shape[1] :], text)
+                # In half precision passes over 9 inputs and over 1 round differently: near-ties then cost acceptance.
+                assert dtype is not torch.float32 or torch.equal(out.sequences[:, ids.shape[1] :], text)
                 cost = measure_cost(pair, target, inputs=(1, BLOCK + 1), context=context, repeats=3, budget=0.3)
                 needed = cost.break_even()
                 assert needed is not None
