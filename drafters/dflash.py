@@ -137,15 +137,21 @@ class DFlashModel(nn.Module):
                 x = layer.think(x)
         return x[:, :, 1:] if self.config.anchor_slot else x
 
-    def correct(self, x: Tensor, previous: Tensor) -> Tensor:
-        """Normed states ``[..., H]`` that meet the head, given embeddings ``[..., window, H]`` of the tokens before."""
+    def correct(self, x: Tensor, previous: Tensor | None) -> Tensor:
+        """Normed states ``[..., H]`` that meet the head.
+
+        Args:
+            x: ``[..., H]`` parallel states.
+            previous: embeddings ``[..., window, H]`` of the tokens before, zeros where there is none; None where no
+                slot has any (the same as zeros).
+        """
         if "inject" in self.options:
-            x = self.stack[-1].think(self.option("inject")(x, previous))
+            x = self.stack[-1].think(x if previous is None else self.option("inject")(x, previous))
         if "correction" in self.options:
             head = self.option("correction")
             x = head.correct(x, head.prepare(x), previous)
         y = self.norm(x)
-        if "markov" in self.options:
+        if "markov" in self.options and previous is not None:
             y = y + self.option("markov")(previous[..., 0, :]).to(y.dtype)
         return y
 

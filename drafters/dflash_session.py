@@ -209,8 +209,7 @@ class DFlashSession:
         short = 0 if whole else self._runtime.shortlist
         shared = columns = None
         if short:
-            blind = drafter.embed(recent)[:, None].expand(-1, slots, -1, -1)
-            shared = self._inside_only(self._runtime.logits(self._model.correct(states, blind)))
+            shared = self._inside_only(self._runtime.logits(self._model.correct(states, None)))
             columns = shared[:, 1:].topk(short, sorted=False).indices
         tokens: list[Tensor] = []
         rows: list[Tensor] = []

@@ -39,16 +39,18 @@ class CorrectionHead(nn.Module):
         """The part that needs no tokens: ``[..., 2 * width]`` of ``x``: ``[..., H]``."""
         return self.state_proj(self.norm(x))
 
-    def correct(self, x: Tensor, prepared: Tensor, previous: Tensor) -> Tensor:
+    def correct(self, x: Tensor, prepared: Tensor, previous: Tensor | None) -> Tensor:
         """Corrected states.
 
         Args:
             x: ``[..., H]`` states.
             prepared: of :meth:`prepare`.
             previous: ``[..., window, H]`` embeddings of the tokens before, nearest first; zeros where there is none.
+                None is all zeros.
         """
-        tokens = self.token_proj(rms_norm(previous, self.eps).flatten(-2))
-        gate, up = (prepared + tokens).chunk(2, -1)
+        if previous is not None:
+            prepared = prepared + self.token_proj(rms_norm(previous, self.eps).flatten(-2))
+        gate, up = prepared.chunk(2, -1)
         return x + self.out_proj(F.silu(gate) * up)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specdiff.drafters.config import DFlashConfig
 from specdiff.drafters.convolution import DynamicConvolution
+from specdiff.fast.norm import inverse_rms
 
 
 class RMSNorm(nn.Module):
@@ -30,8 +31,10 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """Root-mean-square normalisation over the last dimension, in float32, back in the dtype of ``x``."""
-    y = F.rms_norm(x.float(), x.shape[-1:], None if weight is None else weight.float(), eps)
-    return y.to(x.dtype)
+    wide = x.float()
+    if weight is None and x.device.type == "cpu" and not torch.is_grad_enabled():
+        return (wide * inverse_rms(wide, eps)).to(x.dtype)
+    return F.rms_norm(wide, x.shape[-1:], None if weight is None else weight.float(), eps).to(x.dtype)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

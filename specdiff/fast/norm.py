@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+
+@functools.cache
+def _constant(eps: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([eps], dtype=torch.float32, device="cpu")
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """``1 / sqrt(mean(x^2) + eps)`` over the last dimension of ``x``: ``float32[..., H]`` on the CPU; ``[..., 1]``."""
+    length = torch.linalg.vector_norm(x, 2, -1, True)
+    return torch.addcmul(_constant(eps), length, length, value=1.0 / x.shape[-1]).rsqrt_()
 
 
 class RmsNorm:
@@ -11,14 +25,11 @@ class RmsNorm:
     CPUs."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = torch.tensor([eps])
-        self.inverse = 1.0 / weight.shape[-1]
+        self.weight, self.eps = weight, eps
 
     def scale(self, x: Tensor) -> Tensor:
         """``1 / sqrt(mean(x^2) + eps)``: ``[..., 1]``."""
-        length = torch.linalg.vector_norm(x, 2, -1, True)
-        return torch.addcmul(self.eps, length, length, value=self.inverse).rsqrt_()
+        return inverse_rms(x, self.eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[..., H]`` to the same shape."""
