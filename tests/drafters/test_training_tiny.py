@@ -127,7 +127,7 @@ def as_text(corpus: Corpus) -> None:
         shard._logprobs = np.concatenate([np.zeros((len(following), 1)), np.full((len(following), 7), -100.0)], 1)
 
 
-def test_b52_control_a_leaking_mask_is_noticed(tmp_path):
+def test_b52_control_a_leaking_mask_is_noticed(tmp_path, monkeypatch):
     """The same test sees a leak: blocks that may look at their own positions' states learn the answers."""
     model = tiny.target()
     rng = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def test_b52_control_a_leaking_mask_is_noticed(tmp_path):
         shifted = torch.roll(features, -1, 1)  # the state *at* the anchor's next token
         return honest(shifted, anchors, anchor_ids, slots, valid)
 
-    drafter.states = leaky  # type: ignore[method-assign]
+    monkeypatch.setattr(drafter, "states", leaky)
     config = TrainConfig(max_steps=150, rows=8, anchors=40, loss=LossConfig(hard=1.0, gamma=1.0), **QUICK)
     Trainer(drafter, corpus, config, tmp_path / "run").train()
     shifted_anchor = evaluate(drafter, [s[i] for s, i in corpus.train])
