@@ -19,7 +19,7 @@ from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
 from specdiff.drafters.train.features import FeatureWriter, feature_folder
 from specdiff.drafters.train.generate import Generate, Trace
-from specdiff.drafters.train.loop import TrainConfig, TrainState
+from specdiff.drafters.train.loop import TrainConfig, TrainState, read_checkpoint
 from specdiff.drafters.train.manifest import claim, target_key
 from specdiff.drafters.train.quoting import Passage, as_passages
 from specdiff.drafters.train.regenerate import Recipe, read_prompts, regenerate
@@ -214,6 +214,7 @@ def run(
     everyone()
     corpus.rescan()
     corpus.model = target if main else None
+    begin_as_before(plan, corpus)
     drafter = plan.start if plan.start is not None else build(target, corpus, plan.shape, plan.config.seed)
     logger.info(describe(drafter, taps))
 
@@ -239,6 +240,15 @@ def run(
             outcome.served["prompt lookup"] = serve(baseline, prompts, plan.served_tokens)
     report(plan, corpus, outcome)
     return outcome
+
+
+def begin_as_before(plan: Plan, corpus: Corpus) -> None:
+    """For a run that goes on: only the shards that it began with, since the drafter's shape (its vocabulary) and the
+    evaluation follow from them."""
+    found = read_checkpoint(plan.folder) if plan.resume else None
+    data = found[1].get("data") if found else None
+    if data is not None:
+        corpus.hold(data["shards"][: data["began_with"]])
 
 
 def report(plan: Plan, corpus: Corpus, outcome: Outcome) -> None:
