@@ -7,7 +7,7 @@ from typing import Any
 
 from specdiff.diffusion.dual import CONFIG
 from specdiff.drafters.base import Drafter
-from specdiff.errors import InvalidInputError, UnsupportedError
+from specdiff.errors import UnsupportedError
 
 ZOO = Path(__file__).parent / "zoo"
 
@@ -23,22 +23,14 @@ def find(name: str) -> Path | None:
     return folder if (folder / CONFIG).is_file() else None
 
 
-HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only"}
-"""Options about downloads; an adapter is a local folder, so they are met."""
-
-
-def own_drafter(folder: Path, target: Any, options: dict[str, Any]) -> Drafter:
+def own_drafter(folder: Path, target: Any) -> Drafter:
     """The drafter that ``target`` becomes with an adapter; parameters are shared, the target is not altered.
 
     Raises:
         UnsupportedError: no target was given.
-        InvalidInputError: options of checkpoints were given; an adapter takes dtype and device from its target.
     """
     if target is None:
         raise UnsupportedError(f"the adapter {folder.name!r} is made of its target: pass target=")
-    wrong = sorted(options.keys() - HUB_OPTIONS)
-    if wrong:
-        raise InvalidInputError(f"a dual-mode adapter has no option {', '.join(wrong)}: it follows its target")
     from specdiff.diffusion.lm import DiffusionLM
 
     drafter: Drafter = DiffusionLM.from_adapter(target, str(folder)).drafter()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.formats import files, own_values, read
+from specdiff.errors import InvalidInputError
 
 
 def save(
@@ -72,10 +73,14 @@ def load(
         local_files_only: never go to the network (``HF_HUB_OFFLINE`` does the same).
 
     Raises:
+        InvalidInputError: a revision of a folder, which has none.
         FormatError: no layout that specdiff reads, or tensors are missing, left over, or of the wrong shape.
     """
     folder = Path(name_or_path)
-    if not folder.is_dir():
+    if folder.is_dir():
+        if revision is not None:
+            raise InvalidInputError(f"{folder} is a folder and has no revision {revision!r}: leave the revision out")
+    else:
         from huggingface_hub import snapshot_download
 
         folder = Path(

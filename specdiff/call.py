@@ -14,6 +14,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList, S
 from specdiff.cache.passes import inner_model
 from specdiff.cache.rope import turning_point, why_not
 from specdiff.errors import InvalidInputError, UnsupportedError
+from specdiff.fingerprint import fingerprint
 from specdiff.loop import DEFAULT_CHUNK, Decoding, Job, Row, needs_step
 from specdiff.settings import check_generation_config, check_model_kwargs
 from specdiff.stats import GenerationStats, SpecDiffOutput
@@ -83,7 +84,9 @@ class Bound:
 
     def _run(self, job: Job, block_size: int | str | None) -> list[Row]:
         owner = self.owner
-        target, note = owner.target_for(job.capacity)
+        if owner.fast_target is not None or self.resume is not None:
+            job.seen = fingerprint(owner.ar)  # once for all that ask in this call
+        target, note = owner.target_for(job.capacity, job.seen)
         if note is not None:
             job.stats.notes.append(note)
         job.lengths = owner.lengths_for(target, job, block_size)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, Outlook
 from specdiff.errors import InvalidInputError, NumericalError
+from specdiff.fingerprint import Fingerprint
 from specdiff.sequential import verify_in_order
 from specdiff.stats import GenerationStats
 from specdiff.stopping import StopTests
@@ -44,6 +45,7 @@ class Job:
         feed: takes each committed token, for a streamer.
         keep_scores: keep processed scores of each new token.
         keep_logits: keep raw logits of each new token.
+        seen: the model's fingerprint at the start of the call, if somebody asks for it.
     """
 
     ids: Tensor
@@ -61,6 +63,7 @@ class Job:
     keep_scores: bool = False
     keep_logits: bool = False
     stats: GenerationStats = field(default_factory=GenerationStats)
+    seen: Fingerprint | None = None
 
     @property
     def capacity(self) -> int:
@@ -163,7 +166,7 @@ class Decoding:
         capacity = job.capacity
         if self.state is None:
             taps = tuple(self.drafter.taps) if self.drafter is not None else ()
-            self.state = self.target.open(batch, capacity, taps)
+            self.state = self.target.open(batch, capacity, taps, job.seen)
         if self.drafter is None or self.lockstep:
             return
         request = DraftRequest(

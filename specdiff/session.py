@@ -48,7 +48,7 @@ class Session:
             raise UnsupportedError("a session holds one row per call; use SpecDiff.generate for batches")
         prompt = job.ids[0, job.pads[0] :].tolist()
         same = common_start(self.cached, prompt[:-1])
-        seen = fingerprint(self.owner.ar)
+        seen = fingerprint(self.owner.ar) if job.seen is None else job.seen
         if target is not self.target or not self._fits(seen, len(prompt)):
             self.close()  # everything is computed again
             self.target = target

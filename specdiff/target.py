@@ -16,6 +16,7 @@ from specdiff.cache.probe import find_serving
 from specdiff.cache.states import GroupedState, Pass, RaggedState, Serving
 from specdiff.errors import UnsupportedError
 from specdiff.fast.recording import Recorder
+from specdiff.fingerprint import Fingerprint
 
 __all__ = ["Pass", "Target", "TargetState", "captured", "decoder_layers"]
 
@@ -130,8 +131,14 @@ class Target:
         read = sum(parameter.nbytes for parameter in self.model.parameters())
         return read - embedding.nbytes if isinstance(embedding, Tensor) and head is not embedding else read
 
-    def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> RaggedState | GroupedState:
-        """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""
+    def open(
+        self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None
+    ) -> RaggedState | GroupedState:
+        """Start a request of ``batch`` rows that needs at most ``capacity`` columns.
+
+        ``seen`` is the model's fingerprint as it is now, for targets that keep something of the model; None: they take
+        it themselves.
+        """
         self._check_taps(taps)
         return self._state(self.serving, batch, capacity, tuple(taps))
 

@@ -15,6 +15,7 @@ from specdiff.call import OWN_ARGUMENTS, Bound, checked_rule
 from specdiff.drafters.base import Drafter, move_drafter, rebind
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.fast.choose import fast_path
+from specdiff.fingerprint import Fingerprint
 from specdiff.loop import Job, needs_step
 from specdiff.session import Session
 from specdiff.settings import check_call
@@ -213,15 +214,17 @@ class SpecDiff:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
-    def target_for(self, capacity: int) -> tuple[Target, str | None]:
+    def target_for(self, capacity: int, seen: Fingerprint | None = None) -> tuple[Target, str | None]:
         """The target path for a request of ``capacity`` columns per row, and why it is not the fast one, if not.
+
+        ``seen`` as in :meth:`specdiff.target.Target.open`.
 
         Raises:
             UnsupportedError: ``fast="on"`` and the request does not fit the fast path.
         """
         if self.fast_target is None:
             return self.target, None  # said once in self.notes, or switched off
-        why = self.fast_target.refuses(capacity)
+        why = self.fast_target.refuses(capacity, seen)
         if why is None:
             return self.fast_target, None
         if self.fast == "on":

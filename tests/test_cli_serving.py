@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -18,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from specdiff.cli import main
 from specdiff.drafters.config import DFlashConfig
 from specdiff.drafters.dflash import DFlashDrafter, DFlashModel
+from specdiff.drafters.formats.files import tensor_names
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +131,51 @@ def test_left_out_when_asked(folders, tmp_path):
     assert loaded.draft_ids is None and loaded.model.fc.weight.dtype == torch.bfloat16
     first = DFlashDrafter.from_pretrained(folders["pruned"])
     assert torch.equal(loaded.model.norm.weight.float(), first.model.norm.weight)
+
+
+class Hub:
+    """Stands for huggingface_hub: repositories are folders of which only the configuration is downloaded."""
+
+    def __init__(self, monkeypatch, cache: Path, source: Path, error: Exception | None = None) -> None:
+        self.asked, self.cache, self.source, self.error = 0, cache, source, error
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", self.metadata)
+
+    def download(self, repository: str, name: str) -> str:
+        assert repository == "some/drafter"
+        return str(shutil.copy(self.source / name, self.cache / name))
+
+    def metadata(self, repository: str) -> SimpleNamespace:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(weight_map=dict.fromkeys(tensor_names(self.source), "model.safetensors"))
+
+
+SERVE_HUB = ["serve", "some/drafter", "--engine", "vllm", "--target", "t", "--print"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("plain", 0), ("pruned", 3)])
+def test_tensors_of_a_repository_are_looked_at(folders, tmp_path, monkeypatch, capsys, caplog, name, code):
+    hub = Hub(monkeypatch, tmp_path, folders[name])
+    assert main(SERVE_HUB) == code and hub.asked == 1
+    assert ("specdiff export" in capsys.readouterr().err) == (code == 3)
+    assert not caplog.records
+    shutil.copy(folders[name] / "model.safetensors", tmp_path)
+    assert main(SERVE_HUB) == code and hub.asked == 1, "the hub's cache has them"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (huggingface_hub.errors.OfflineModeIsEnabled("offline mode"), "offline mode"),
+        (huggingface_hub.errors.NotASafetensorsRepoError("none"), "no safetensors"),
+    ],
+)
+def test_serve_says_what_it_could_not_look_at(folders, tmp_path, monkeypatch, caplog, error, words):
+    Hub(monkeypatch, tmp_path, folders["pruned"], error)
+    assert main(SERVE_HUB) == 0
+    assert "not checked" in caplog.text and words in caplog.text
+    caplog.clear()
+    assert main(["serve", str(tmp_path), *SERVE_HUB[2:]]) == 0, "a folder with the configuration alone"
+    assert "not checked" in caplog.text

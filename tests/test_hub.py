@@ -18,7 +18,7 @@ import pytest
 import torch
 from fakewheel import make_wheel
 
-from specdiff.errors import DownloadError
+from specdiff.errors import DownloadError, InvalidInputError
 from specdiff.hub import cache_folder, default, load_drafter, load_target, store, wheel
 from specdiff.hub.default import ensure_default
 
@@ -288,6 +288,10 @@ def test_no_name_means_the_default_in_float32(made, monkeypatch):
     monkeypatch.setattr(hub, "ensure_default", lambda: made)
     assert load_target()[0].dtype == torch.float32
     assert load_target(dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    assert load_target(revision=None, local_files_only=True)[0].dtype == torch.float32
+    for name in ("revision", "subfolder", "gguf_file"):
+        with pytest.raises(InvalidInputError, match=f"no {name}"):
+            load_target(**{name: "x"})
 
 
 def test_unknown_target_is_transformers_own_error():
@@ -298,6 +302,10 @@ def test_unknown_target_is_transformers_own_error():
 def test_lookup_drafter_by_name():
     drafter = load_drafter("lookup")
     assert drafter.block_size >= 1 and tuple(drafter.taps) == ()
+    load_drafter("lookup", cache_dir="/tmp/x", local_files_only=True, token="t", revision=None)  # nothing is downloaded
+    for name, value in (("anything", 1), ("dtype", torch.float32), ("revision", "v2")):
+        with pytest.raises(InvalidInputError, match=f"prompt lookup has no option {name};"):
+            load_drafter("lookup", **{name: value})
 
 
 @pytest.mark.model

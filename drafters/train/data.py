@@ -24,7 +24,7 @@ def held_out(document: Document, share: float) -> bool:
 
 @dataclass
 class Corpus:
-    """Features of all shards found so far.
+    """Features of all shards found so far: of ``known`` ones, those that were taken in are ``shards``.
 
     Attributes:
         patterns: files, folders or glob patterns of corpus shards; looked at again by :meth:`rescan`.
@@ -43,31 +43,65 @@ class Corpus:
     model: Any = None
 
     def __post_init__(self) -> None:
+        self.known: dict[Path, FeatureShard] = {}
+        self._forget()
+
+    def _forget(self) -> None:
         self.shards: dict[Path, FeatureShard] = {}
         self.train: list[tuple[FeatureShard, int]] = []
         self.held: list[tuple[FeatureShard, int]] = []
         self.tokens = 0
 
-    def rescan(self, limit: int | None = None, on_progress: Callable[[int], None] | None = None) -> int:
-        """Take in shards that appeared since the last call (at most ``limit``); returns how many."""
+    def rescan(
+        self, limit: int | None = None, on_progress: Callable[[int], None] | None = None, only_known: bool = False
+    ) -> int:
+        """Take in shards that appeared since the last call (at most ``limit``), or that wait since :meth:`hold`.
+
+        Returns:
+            How many.
+        """
         added = 0
         for path in expand(self.patterns):
             if path in self.shards or (limit is not None and added >= limit):
                 continue
-            if self.model is None and not (feature_folder(self.store, path) / "meta.json").exists():
-                continue
-            shard = open_or_extract(self.model, path, self.store, self.taps, self.top, on_progress)
-            self.shards[path] = shard
-            for i, document in enumerate(shard.documents):
-                if len(document) - document.prompt_length < 2:
+            if path not in self.known:
+                unread = self.model is None and not (feature_folder(self.store, path) / "meta.json").exists()
+                if only_known or unread:
                     continue
-                if held_out(document, self.share):
-                    self.held.append((shard, i))
-                else:
-                    self.train.append((shard, i))
-                    self.tokens += len(document)
+                self.known[path] = open_or_extract(self.model, path, self.store, self.taps, self.top, on_progress)
+            self._take(path)
             added += 1
         return added
+
+    def _take(self, path: Path) -> None:
+        shard = self.shards[path] = self.known[path]
+        for i, document in enumerate(shard.documents):
+            if len(document) - document.prompt_length < 2:
+                continue
+            if held_out(document, self.share):
+                self.held.append((shard, i))
+            else:
+                self.train.append((shard, i))
+                self.tokens += len(document)
+
+    def hold(self, names: Sequence[str]) -> bool:
+        """Go back to the shards of these names, in their order; other known ones wait for the next :meth:`rescan`.
+
+        Returns:
+            False, with nothing changed, if a shard is not there.
+        """
+        left = dict(self.known)
+        order: list[Path] = []
+        for name in names:
+            path = next((p for p, shard in left.items() if shard.name == name), None)
+            if path is None:
+                return False
+            order.append(path)
+            del left[path]
+        self._forget()
+        for path in order:
+            self._take(path)
+        return True
 
     def evaluation_items(self, count: int) -> list[Features]:
         """At most ``count`` held-out greedy documents, the same ones whatever shards arrive later."""
@@ -75,9 +109,17 @@ class Corpus:
         return [s[i] for s, i in greedy[:count]]
 
     def epoch(
-        self, rows: int, anchors: int, block: int, rng: np.random.Generator, rank: int = 0, world: int = 1
+        self,
+        rows: int,
+        anchors: int,
+        block: int,
+        rng: np.random.Generator,
+        rank: int = 0,
+        world: int = 1,
+        skip: int = 0,
     ) -> Iterator[Batch]:
-        """One pass over the training documents in random order, this process's share of each batch.
+        """One pass over the training documents in random order, this process's share of each batch, without the first
+        ``skip`` batches.
 
         Batches hold documents of similar length (sorted within windows of 16 batches).
         """
@@ -93,8 +135,10 @@ class Corpus:
             missing = -len(part) % (rows * world)  # the last batch is filled up, or the longest would never be seen
             part += rng.choice(part, missing).tolist()
             plan += [np.array(part[i : i + rows * world]) for i in range(0, len(part), rows * world)]
-        for j in rng.permutation(len(plan)):
+        for number, j in enumerate(rng.permutation(len(plan))):
+            seeds = np.random.default_rng(rng.integers(2**63) + rank)
+            if number < skip:
+                continue
             mine = plan[j][rank * rows : (rank + 1) * rows]
             items = [self.train[d][0][self.train[d][1]] for d in mine]
-            seeds = np.random.default_rng(rng.integers(2**63) + rank)
             yield collate(items, [draw_anchors(item, anchors, seeds) for item in items], block)

@@ -153,7 +153,7 @@ class FeatureWriter:
 
 
 class FeatureShard:
-    """Features of one corpus shard, memory-mapped.
+    """Features of one corpus shard, memory-mapped. Its ``name`` is its folder's, which tells its text from any other.
 
     Args:
         folder: what :func:`extract` wrote.
@@ -163,6 +163,7 @@ class FeatureShard:
 
     def __init__(self, folder: Path, documents: Sequence[Document], taps: Sequence[int] | None = None) -> None:
         meta = json.loads((folder / "meta.json").read_text())
+        self.name = folder.name
         self.documents = list(documents)
         stored: list[int] = meta["taps"]
         self.taps = list(stored if taps is None else taps)

@@ -67,10 +67,11 @@ class TrainConfig:
 
 @dataclass
 class TrainState:
-    """Where a run stands; saved with every checkpoint."""
+    """Where a run stands; saved with every checkpoint. ``position``: steps of the epoch that are done."""
 
     step: int = 0
     epoch: int = 0
+    position: int = 0
     seconds: float = 0.0
     tokens: int = 0
     anchors: int = 0
@@ -123,11 +124,17 @@ class Loop:
     # what a kind of drafter adds ------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[Any]:
-        """The batches of the epoch ``state.epoch``, this process's share."""
+        """The batches of the epoch ``state.epoch`` from ``state.position`` on, this process's share."""
         raise NotImplementedError
 
     def new_data(self) -> None:
-        """Called after each epoch of a single process: take in data that appeared."""
+        """Called after each epoch: take in data that appeared. Processes must agree on it."""
+
+    def data_record(self) -> Any:
+        """What checkpoints say about the data that were taken in so far."""
+
+    def restore_data(self, record: Any) -> None:
+        """Go back to the data of :meth:`data_record`; None if the checkpoint says nothing."""
 
     def measure(self) -> Evaluation | None:
         """Held-out evaluation of the weights as they are; None if nothing is held out."""
@@ -176,8 +183,8 @@ class Loop:
                     clock = time.monotonic()
                 if done:
                     break
-            self.state.epoch += 1
-            if self.accelerator.num_processes == 1:  # processes must agree on the documents
+            if not done:
+                self.state.epoch, self.state.position = self.state.epoch + 1, 0
                 self.new_data()
             self.accelerator.wait_for_everyone()
         return self.state
@@ -198,7 +205,7 @@ class Loop:
         if self.average:
             self.average.update(self.module)
         world = self.accelerator.num_processes
-        self.state.step += 1
+        self.state.step, self.state.position = self.state.step + 1, self.state.position + 1
         self.state.tokens += int(batch.valid.sum()) * world
         self.state.anchors += batch.anchors.numel() * world
         if self.on_step:
@@ -257,6 +264,7 @@ class Loop:
             "numbers": numbers,
             "updates": updates,
             "optimizer": self.config.optimizer,
+            "data": self.data_record(),
         }
         (scratch / "state.json").write_text(json.dumps(record))
         final = self.folder / "checkpoint"
@@ -273,12 +281,10 @@ class Loop:
         Raises:
             InvalidInputError: it is the checkpoint of something else.
         """
-        folder = self.folder / "checkpoint"
-        if not (folder / "state.json").exists():
-            folder = self.folder / "checkpoint.old"
-            if not (folder / "state.json").exists():
-                return False
-        record = json.loads((folder / "state.json").read_text())
+        found = read_checkpoint(self.folder)
+        if found is None:
+            return False
+        folder, record = found
         weights = load_file(folder / "weights.safetensors")
         self._check(folder, weights, record.get("optimizer", self.config.optimizer))
         self.state = TrainState(**record["state"])
@@ -288,6 +294,7 @@ class Loop:
             values = load_file(folder / "average.safetensors")
             self.average.values = {name: value.to(self.average.values[name].device) for name, value in values.items()}
             self.average.updates = record["updates"]
+        self.restore_data(record.get("data"))
         return True
 
     def _check(self, folder: Path, weights: dict[str, Tensor], optimizer: str) -> None:
@@ -302,6 +309,15 @@ class Loop:
                 f"{folder} is the checkpoint of a run with other options ({why}): continue it with the same ones, "
                 "begin anew with --fresh, or choose another --out"
             )
+
+
+def read_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The last whole checkpoint of a run folder and its record; None if there is none."""
+    for name in ("checkpoint", "checkpoint.old"):
+        file = folder / name / "state.json"
+        if file.exists():
+            return folder / name, json.loads(file.read_text())
+    return None
 
 
 def _remove(folder: Path) -> None:

@@ -19,7 +19,7 @@ from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
 from specdiff.drafters.train.features import FeatureWriter, feature_folder
 from specdiff.drafters.train.generate import Generate, Trace
-from specdiff.drafters.train.loop import TrainConfig, TrainState
+from specdiff.drafters.train.loop import TrainConfig, TrainState, read_checkpoint
 from specdiff.drafters.train.manifest import claim, target_key
 from specdiff.drafters.train.quoting import Passage, as_passages
 from specdiff.drafters.train.regenerate import Recipe, read_prompts, regenerate
@@ -109,7 +109,8 @@ def corpus_shards(
     """Stage 1. Patterns of corpus shards; JSONL prompts are turned into shards under ``folder/corpus`` first.
 
     Shards that an earlier run finished are kept; a shard is generated from its own seed, so a resumed run gives the
-    same corpus as one that was not interrupted.
+    same corpus as one that was not interrupted. What is missing from the last one, because fewer chats were asked for
+    then, goes into a file beside it.
     """
     prompts = prompts_of(plan)
     patterns = [name for name in plan.data if not name.endswith((".jsonl", ".json"))]
@@ -125,27 +126,35 @@ def corpus_shards(
     if plan.recipe.quote_share:
         quoted = [p for path in expand(patterns) for p in as_passages(read_shard(path), tokenizer)]
     for number in range(-(-plan.chats // SHARD_DOCUMENTS)):
-        path = where / f"own-{number:05d}.npz"
-        if not path.exists():
-            write_own_shard(plan, path, number, generate, tokenizer, prompts, quoted, tell)
+        held = [d for path in parts(where, number) for d in read_shard(path)]
+        if len(held) < min(SHARD_DOCUMENTS, plan.chats - number * SHARD_DOCUMENTS):
+            held += write_own_shard(plan, where, number, len(held), generate, tokenizer, prompts, quoted, tell)
         if plan.recipe.quote_share:
-            quoted += as_passages(read_shard(path), tokenizer)
+            quoted += as_passages(held, tokenizer)
     return [*patterns, str(where)]
+
+
+def parts(where: Path, number: int) -> list[Path]:
+    """Files of one generated shard: the first, and those that were added when more chats were asked for."""
+    return [path for path in expand([str(where)]) if path.stem.split("_")[0] == f"own-{number:05d}"]
 
 
 def write_own_shard(
     plan: Plan,
-    path: Path,
+    where: Path,
     number: int,
+    held: int,
     generate: Generate,
     tokenizer: Any,
     prompts: list[tuple[str, str]],
     passages: Sequence[Passage],
     tell: Progress,
-) -> None:
-    """Generate one shard, and its features where the generator kept traces (taps as it was told)."""
-    before = number * SHARD_DOCUMENTS
-    recipe = replace(plan.recipe, seed=plan.recipe.seed + 7919 * number)
+) -> list[Document]:
+    """Generate one shard, or what is missing behind the ``held`` chats of it that there are, and its features where the
+    generator kept traces (taps as it was told)."""
+    path = where / (f"own-{number:05d}" + (f"_{held:04d}" if held else "") + ".npz")
+    before = number * SHARD_DOCUMENTS + held
+    recipe = replace(plan.recipe, seed=plan.recipe.seed + 7919 * number + 29 * held)
     made: list[Document] = []
     traces: list[Trace] = []
 
@@ -155,7 +164,8 @@ def write_own_shard(
             traces.append(trace)
         tell("generate", before + len(made), plan.chats, f"{sum(len(d) for d in made)} tokens in this shard")
 
-    regenerate(generate, tokenizer, prompts, min(SHARD_DOCUMENTS, plan.chats - before), recipe, keep, passages)
+    count = min(SHARD_DOCUMENTS - held, plan.chats - before)
+    regenerate(generate, tokenizer, prompts, count, recipe, keep, passages)
     taps = getattr(generate, "taps", ())
     if taps and len(traces) == len(made) > 0:
         width = traces[0].taps.shape[1] // len(taps)
@@ -166,6 +176,7 @@ def write_own_shard(
             writer.put(index, *trace)
         writer.finish()
     write_shard(path, made)
+    return made
 
 
 def run(
@@ -214,6 +225,7 @@ def run(
     everyone()
     corpus.rescan()
     corpus.model = target if main else None
+    begin_as_before(plan, corpus)
     drafter = plan.start if plan.start is not None else build(target, corpus, plan.shape, plan.config.seed)
     logger.info(describe(drafter, taps))
 
@@ -239,6 +251,15 @@ def run(
             outcome.served["prompt lookup"] = serve(baseline, prompts, plan.served_tokens)
     report(plan, corpus, outcome)
     return outcome
+
+
+def begin_as_before(plan: Plan, corpus: Corpus) -> None:
+    """For a run that goes on: only the shards that it began with, since the drafter's shape (its vocabulary) and the
+    evaluation follow from them."""
+    found = read_checkpoint(plan.folder) if plan.resume else None
+    data = found[1].get("data") if found else None
+    if data is not None:
+        corpus.hold(data["shards"][: data["began_with"]])
 
 
 def report(plan: Plan, corpus: Corpus, outcome: Outcome) -> None:

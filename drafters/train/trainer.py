@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 class Trainer(Loop):
     """Trains a bound drafter on a corpus.
 
+    The order of batches is a function of the seed, the epoch and the shards taken in: a resumed run sees what an
+    uninterrupted one would have seen.
+
     Args:
         drafter: bound to its target.
         corpus: with at least one shard taken in.
@@ -51,6 +54,7 @@ class Trainer(Loop):
             objective.head = drafter.head.to(torch.bfloat16)
         super().__init__(self.trained(), objective, config, folder, accelerator, on_step)
         self.items = corpus.evaluation_items(config.evaluate_documents)
+        self.began_with = len(corpus.shards)
 
     def make_objective(self) -> BlockObjective:
         """The loss, with the trained module's parameters as its own."""
@@ -69,12 +73,27 @@ class Trainer(Loop):
             np.random.default_rng((self.config.seed, self.state.epoch)),
             self.accelerator.process_index,
             self.accelerator.num_processes,
+            self.state.position,
         )
 
     def new_data(self) -> None:
-        """See :class:`Loop`."""
-        if self.corpus.rescan():
+        """See :class:`Loop`. Several processes take in only what all of them found at the start."""
+        if self.corpus.rescan(only_known=self.accelerator.num_processes > 1):
             logger.info("new shards: %d training documents now", len(self.corpus.train))
+
+    def data_record(self) -> dict[str, Any]:
+        """See :class:`Loop`."""
+        return {"shards": [shard.name for shard in self.corpus.shards.values()], "began_with": self.began_with}
+
+    def restore_data(self, record: dict[str, Any] | None) -> None:
+        """See :class:`Loop`."""
+        if record is not None and self.corpus.hold(record["shards"]):
+            self.began_with = record["began_with"]
+        elif self.state.position:
+            logger.warning(
+                "the shards of the interrupted epoch are not all there: a new epoch begins with those that are"
+            )
+            self.state.epoch, self.state.position = self.state.epoch + 1, 0
 
     def measure(self) -> Acceptance | None:
         """Held-out greedy acceptance; None without held-out greedy documents."""

@@ -160,16 +160,21 @@ def target_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     """The target and its tokenizer, on their device."""
-    import torch
-
     from specdiff.hub import load_target
+
+    device = ready_device(args)
+    model, tokenizer = load_target(args.target, **target_options(args))
+    return model.to(device), tokenizer
+
+
+def ready_device(args: argparse.Namespace) -> Any:
+    """Before a model is loaded: quiet libraries, as many threads as asked for, and the device it goes to."""
+    import torch
 
     quiet_libraries()
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = _device(args.device)
-    model, tokenizer = load_target(args.target, **target_options(args))
-    return model.to(device), tokenizer
+    return _device(args.device)
 
 
 _DRAFTER_OPTIONS = ("cache_dir", "local_files_only", "token")

@@ -10,10 +10,12 @@ from typing import Any
 
 from specdiff.arguments import at_least, share
 from specdiff.cli import codes
-from specdiff.cli.common import add_target_arguments, encode, load_model, target_options
+from specdiff.cli.common import add_target_arguments, encode, load_model, ready_device, target_options
 from specdiff.errors import InvalidInputError
 
 GAP = "[...]"
+GAP_TOKENS, NEW_TOKENS = 8, 128
+"""Defaults."""
 _FLAGS = ("max_new_tokens", "policy", "cache", "temperature", "top_k", "top_p", "seed", "stretch", "block_size")
 """Arguments of the calls that the command has a flag for."""
 
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--infill", action="store_true", help=f"fill the gaps, written {GAP}, of the text")
     parser.add_argument(
-        "--gap-tokens", type=at_least(1), default=8, metavar="N", help="tokens per gap; default: %(default)s"
+        "--gap-tokens", type=at_least(1), metavar="N", help=f"with --infill: tokens per gap; default: {GAP_TOKENS}"
     )
     parser.add_argument(
         "--stretch",
@@ -35,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     parser.add_argument("--model", metavar="MODEL", help="folder or hub id of a diffusion language model")
     parser.add_argument("--adapter", metavar="FOLDER", help="dual-mode adapter for --target; default: the shipped one")
-    parser.add_argument("--preset", help="model family, where the checkpoint does not say")
+    parser.add_argument("--preset", help="with --model: its family, where the checkpoint does not say")
     add_target_arguments(parser)
     group = parser.add_argument_group("decoding")
-    group.add_argument("--max-new-tokens", type=at_least(1), default=128, metavar="N", help="default: %(default)s")
+    group.add_argument("--max-new-tokens", type=at_least(1), metavar="N", help=f"default: {NEW_TOKENS}")
     group.add_argument("--policy", help="decoder; default: the model's own")
     group.add_argument("--cache", help="block cache; default: the model's own")
     group.add_argument("--block-size", type=at_least(1), metavar="B", help="tokens per block; default: the model's own")
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Diffuse."""
+    refuse_idle(args)
     text = args.prompt
     if text is None or text == "-":
         if sys.stdin.isatty():
@@ -71,10 +74,6 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("the prompt is empty")
     if args.infill and GAP not in text:
         raise InvalidInputError(f"--infill needs a gap, written {GAP}, in the text")
-    if args.stretch and not args.infill:
-        raise InvalidInputError("--stretch is for gaps: give --infill too")
-    if args.infill and args.block_size is not None:
-        raise InvalidInputError("--block-size is for texts that go on; the canvas of a gap follows from the gap")
     options = _options(args.option)
     lm = load_lm(args)
     if lm.tokenizer is None:
@@ -93,20 +92,20 @@ def run(args: argparse.Namespace) -> int:
     if args.infill:
         from specdiff.diffusion.pieces import filled
 
-        ids, hole, places = gaps(lm, text, args.gap_tokens)
+        size = args.gap_tokens or GAP_TOKENS
+        ids, hole, places = gaps(lm, text, size)
         first = int(hole[0].nonzero().min())
         with _screen(lm, live, args.delay, ids[0, :first]) as streamer:
             # clean text is causal in such a model: to be seen, what follows a gap must lie in its canvas
             stretch = args.stretch or lm.spec.attention == "causal_context"
             out = lm.infill(ids, hole, stretch=stretch, streamer=streamer, **settings)
         written = out.sequences[0]
-        answer = filled(lm.tokenizer, _parts(text, args.gap_tokens), written.tolist(), places)
+        answer = filled(lm.tokenizer, _parts(text, size), written.tolist(), places)
     else:
         ids = encode(lm.tokenizer, text, raw=args.raw).to(lm.device)
         with _screen(lm, live, args.delay, ids[0, :0]) as streamer:
-            out = lm.generate(
-                ids, max_new_tokens=args.max_new_tokens, block_size=args.block_size, streamer=streamer, **settings
-            )
+            new = args.max_new_tokens or NEW_TOKENS
+            out = lm.generate(ids, max_new_tokens=new, block_size=args.block_size, streamer=streamer, **settings)
         written = out.sequences[0, ids.shape[1] : ids.shape[1] + out.stats.new_tokens[0]]
         answer = lm.tokenizer.decode(written, skip_special_tokens=True)
     if args.json:
@@ -124,6 +123,34 @@ def run(args: argparse.Namespace) -> int:
         notes = "".join(f", {n}" for n in s.notes)
         print(f"{s.new_tokens[0]} tokens in {s.nfe[0]} passes{rate}, {s.seconds:.2f} s{notes}", file=sys.stderr)
     return codes.OK
+
+
+def refuse_idle(args: argparse.Namespace) -> None:
+    """Refuse options that would change nothing beside the others.
+
+    Raises:
+        InvalidInputError: naming them.
+    """
+
+    def given(*names: str) -> str:
+        return ", ".join("--" + name.replace("_", "-") for name in names if getattr(args, name) not in (None, False))
+
+    if args.infill and (idle := given("raw", "max_new_tokens", "block_size")):
+        raise InvalidInputError(
+            f"{idle} is for texts that go on; --infill takes the text as it stands, and the canvas of a gap follows "
+            "from the gap"
+        )
+    if not args.infill and (idle := given("gap_tokens", "stretch")):
+        raise InvalidInputError(f"{idle} is for gaps: give --infill too")
+    if args.model is not None and (idle := given("target", "adapter", "trust_remote_code")):
+        raise InvalidInputError(
+            f"--model is a diffusion model of its own, loaded into native classes: leave out {idle}, which is for a "
+            "base with an adapter"
+        )
+    if args.model is None and args.preset is not None:
+        raise InvalidInputError("--preset is for --model; an adapter says itself how it is decoded")
+    if args.delay and (args.plain or args.json):
+        raise InvalidInputError("--delay is for the live canvas, which --plain and --json turn off")
 
 
 def _options(items: list[str]) -> dict[str, Any]:
@@ -154,16 +181,10 @@ def load_lm(args: argparse.Namespace) -> Any:
     """The diffusion model that the options name: a checkpoint, or a causal LM with a dual-mode adapter."""
     from specdiff import DiffusionLM
 
-    if args.model and args.adapter:
-        raise InvalidInputError("--model is a diffusion model of its own; --adapter belongs to --target")
-    if args.model:
-        from specdiff.cli.common import quiet_libraries
-
-        quiet_libraries()
-        options = {k: v for k, v in target_options(args).items() if k != "trust_remote_code"}
-        lm = DiffusionLM.from_pretrained(args.model, args.preset, **options)
-        if args.device:
-            lm.model.to(args.device)
+    if args.model is not None:
+        device = ready_device(args)
+        lm = DiffusionLM.from_pretrained(args.model, args.preset, **target_options(args))
+        lm.model.to(device)
         return lm
     folder = args.adapter or default_adapter()
     if folder is None:

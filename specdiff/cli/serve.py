@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from specdiff.arguments import at_least
 from specdiff.cli import codes
-from specdiff.errors import InvalidInputError, UnsupportedError
+from specdiff.errors import FormatError, InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
     from specdiff.drafters.config import DFlashConfig
+
+logger = logging.getLogger(__name__)
 
 READS = {
     "vllm": ("zlab", "dflash2", "speculators", "muse", "dspark"),
@@ -67,7 +70,8 @@ def default_target() -> str:
 
 
 def look_at(drafter: str, target: str) -> tuple[str, str, DFlashConfig]:
-    """Where a drafter lies, the name of its layout, and its settings; no weight is read.
+    """Where a drafter lies, the name of its layout, and its settings. No weight is read, but the names of its tensors
+    are looked at, on the hub too; where they cannot be had, that is said.
 
     Raises:
         FormatError: the drafter is of no layout that specdiff reads.
@@ -94,18 +98,39 @@ def look_at(drafter: str, target: str) -> tuple[str, str, DFlashConfig]:
         text = AutoConfig.from_pretrained(target).get_text_config()
         shape = TargetShape(text.num_hidden_layers, text.vocab_size)
     config = layout.settings(values, shape)
-    if values.get("specdiff") or has_own_vocabulary(folder, layout.own_weights):
+    if values.get("specdiff") or (not layout.own_weights and "draft_ids" in names_of(where, folder)):
         raise UnsupportedError(
             f"{drafter} has options that only specdiff runs; write a plain one with specdiff export {drafter} --to zlab"
         )
     return name, layout.name, config
 
 
-def has_own_vocabulary(folder: Path, allowed: bool) -> bool:
-    """Whether a folder holds a draft vocabulary in a way that other engines do not read."""
+def names_of(where: Path | str, folder: Path) -> set[str]:
+    """Names of a drafter's tensors, in ``folder`` or, where that snapshot of a repository lacks them, on the hub.
+
+    Empty, with a warning, where neither has them.
+    """
     from specdiff.drafters.formats.files import tensor_names
 
-    return not allowed and "draft_ids" in tensor_names(folder)
+    names: set[str] = set()
+    why = "no safetensors are there"
+    try:
+        names = tensor_names(folder)
+    except FormatError:
+        if isinstance(where, Path):
+            raise
+    if not names and isinstance(where, str):
+        from huggingface_hub import errors, get_safetensors_metadata
+
+        try:
+            names = set(get_safetensors_metadata(where).weight_map)
+        except errors.NotASafetensorsRepoError:
+            pass
+        except (OSError, errors.HTTPError, errors.SafetensorsParsingError) as error:
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+    if not names:
+        logger.warning("not checked: whether the tensors of %s hold what only specdiff runs (%s)", where, why)
+    return names
 
 
 def commands(

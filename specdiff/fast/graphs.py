@@ -167,13 +167,14 @@ class GraphTarget(Target):
             return f"it has layers that do not keep the keys and values of the whole text ({', '.join(kinds)})"
         return None
 
-    def refuses(self, capacity: int) -> str | None:
+    def refuses(self, capacity: int, seen: Fingerprint | None = None) -> str | None:
         """Why a request of ``capacity`` columns per row cannot be served so, or None."""
         return None
 
-    def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> GraphState:
-        """Start a request of ``batch`` rows that needs at most ``capacity`` columns."""
-        wanted, stamp = tuple(taps), fingerprint(self.model)
+    def open(self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None) -> GraphState:
+        """Start a request of ``batch`` rows that needs at most ``capacity`` columns; ``seen`` as in
+        :meth:`specdiff.target.Target.open`."""
+        wanted, stamp = tuple(taps), fingerprint(self.model) if seen is None else seen
         with self._lock:
             state, self._idle = self._idle, None
         if state is None or not state.fits(batch, capacity, wanted, stamp):

@@ -61,17 +61,18 @@ class FastTarget(Target):
             return str(error)
         return None
 
-    def refuses(self, capacity: int) -> str | None:
-        """Why a request of ``capacity`` columns per row cannot take the fast path, or None."""
+    def refuses(self, capacity: int, seen: Fingerprint | None = None) -> str | None:
+        """Why a request of ``capacity`` columns per row cannot take the fast path, or None; ``seen`` as in
+        :meth:`open`."""
         try:
-            return _too_long(self.packed(), capacity)
+            return _too_long(self.packed(seen), capacity)
         except UnsupportedError as error:
             return str(error)
 
-    def packed(self) -> PackedModel:
+    def packed(self, seen: Fingerprint | None = None) -> PackedModel:
         """The packed model, packed again when the model's weights have changed. All targets of one model share it."""
         with _LOCK:
-            seen = fingerprint(self.model)
+            seen = fingerprint(self.model) if seen is None else seen
             held = _PACKED.get(self.model)
             if held is None or held[0] != seen:
                 _PACKED.pop(self.model, None)  # release the old copies before new ones are made
@@ -83,13 +84,21 @@ class FastTarget(Target):
         """Bytes of the packed matrices."""
         return self.packed().weight_bytes
 
-    def open(self, batch: int, capacity: int, taps: Sequence[int] = ()) -> FastState:  # type: ignore[override]
+    def open(  # type: ignore[override]
+        self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None
+    ) -> FastState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns.
+
+        Args:
+            batch: rows.
+            capacity: columns.
+            taps: layers.
+            seen: the model's fingerprint as it is now, which takes a millisecond or more; None takes it.
 
         Raises:
             UnsupportedError: the request does not fit; :meth:`refuses` asks beforehand.
         """
-        packed = self.packed()
+        packed = self.packed(seen)
         why = _too_long(packed, capacity)
         if why is not None:
             raise UnsupportedError(f"the fast path cannot serve this: {why}; use fast='auto' or fast='off'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from specdiff.errors import InvalidInputError
 from specdiff.hub.default import DEFAULT, ensure_default
 from specdiff.hub.store import cache_folder
 
@@ -50,6 +51,7 @@ def load_target(
         padding token.
 
     Raises:
+        InvalidInputError: an option that the offline default does not have.
         DownloadError: the offline default could not be fetched or converted.
         OSError: transformers does not find the named model.
     """
@@ -57,13 +59,16 @@ def load_target(
 
     options = dict(from_pretrained_kwargs)
     if name_or_path is None:
+        wrong = [name for name in ("revision", "subfolder", "gguf_file") if options.get(name) is not None]
+        if wrong:
+            raise InvalidInputError(
+                f"the offline default target has no {', '.join(wrong)}: name a target, or leave it out"
+            )
         import torch
 
         name_or_path = ensure_default()
         if "torch_dtype" not in options:
             options.setdefault("dtype", torch.float32)
-        for name in ("revision", "subfolder", "gguf_file"):
-            options.pop(name, None)
     where = {name: options[name] for name in _TOKENIZER_OPTIONS if name in options}
     tokenizer = AutoTokenizer.from_pretrained(name_or_path, **where)
     tokenizer.padding_side = "left"
@@ -86,6 +91,7 @@ def load_drafter(
             ``local_files_only``, ``revision``, ``token``).
 
     Raises:
+        InvalidInputError: an option that what is named does not have.
         UnsupportedError: the drafter does not fit this target, or needs one.
         FormatError: the checkpoint is not what its format says.
     """

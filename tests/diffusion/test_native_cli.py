@@ -98,11 +98,29 @@ def test_a_dual_mode_adapter_with_its_base(tmp_path, capsys):
         (["diffuse", " "], codes.USAGE, "empty"),
         (["diffuse", "a", "--infill", "--model", "x"], codes.USAGE, "gap"),
         (["diffuse", "a", "--model", "x", "--adapter", "y"], codes.USAGE, "--adapter"),
+        (["diffuse", "a", "--model", "x", "--target", "y"], codes.USAGE, "--target"),
+        (["diffuse", "a", "--model", "x", "--trust-remote-code"], codes.USAGE, "--trust-remote-code"),
+        (["diffuse", "a", "--preset", "llada"], codes.USAGE, "--preset is for --model"),
+        (["diffuse", "a [...]", "--infill", "--max-new-tokens", "9", "--model", "x"], codes.USAGE, "--max-new-tokens"),
+        (["diffuse", "a [...]", "--infill", "--raw", "--model", "x"], codes.USAGE, "--raw is for texts"),
+        (["diffuse", "a", "--gap-tokens", "8", "--model", "x"], codes.USAGE, "--gap-tokens is for gaps"),
+        (["diffuse", "a", "--delay", "1", "--json", "--model", "x"], codes.USAGE, "--delay"),
+        (["diffuse", "a", "--revision", "v2"], codes.USAGE, "revision"),
+        (["diffuse", "a", "--device", "nowhere", "--model", "x"], codes.USAGE, "--device"),
     ],
 )
-def test_wrong_usage_says_what_is_wrong(arguments, code, words, capsys):
+def test_wrong_usage_says_what_is_wrong(arguments, code, words, capsys, monkeypatch):
+    for name in ("from_pretrained", "from_adapter"):
+        monkeypatch.setattr(DiffusionLM, name, lambda *a, **k: pytest.fail("something was loaded"))
     assert main(arguments) == code
     assert words in capsys.readouterr().err
+
+
+def test_threads_are_those_asked_for(folder, capsys, monkeypatch):
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    call = ["diffuse", "w1 w2", "--model", folder, "--raw", "--max-new-tokens", "2", "--threads", "3"]
+    assert main(call) == 0 and told == [3]
 
 
 def test_wrong_policy_options_are_usage_errors(folder, capsys):

@@ -98,11 +98,11 @@ def test_stop_strings(model):
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_options_and_contradictions_are_refused_before_compute(model):
+def test_unknown_options_and_contradictions_are_refused_before_compute(model, monkeypatch):
     calls = []
     dlm = lm(model)
     inner = dlm.denoiser.logits
-    dlm.denoiser.logits = lambda *a, **k: calls.append(1) or inner(*a, **k)  # type: ignore[method-assign]
+    monkeypatch.setattr(dlm.denoiser, "logits", lambda *a, **k: calls.append(1) or inner(*a, **k))
     ids = prompt(4)
     for kwargs in (
         {"treshold": 0.9},

@@ -517,6 +517,23 @@ def test_apd_lossy(model):
     assert "neither" in out.stats.notes[0]
 
 
+@pytest.mark.parametrize("draws", ["counter", "torch"])
+def test_apd_lossy_races_draft_and_target_with_one_noise(model, draws):
+    """R = 1: both laws are the same, so with one noise all is accepted at once, whatever the noise is."""
+    torch.manual_seed(0)
+    out = lm(model).generate(
+        prompt(5),
+        max_new_tokens=NEW,
+        policy="apd_lossy",
+        mix=1.0,
+        ar=tiny_llama(7),
+        temperature=1.0,
+        draws=draws,
+        return_dict_in_generate=True,
+    )
+    assert out.stats.nfe == [1]
+
+
 @pytest.mark.parametrize("order", ["left", "right", "random"])
 def test_any_order(model, order):
     out = lm(model).generate(

@@ -223,6 +223,22 @@ def test_hub_options_reach_the_hub(tmp_path, monkeypatch):
     load("someone/drafter", model, revision="v2", token="t", cache_dir="/c", local_files_only=True)
     assert told["name"] == "someone/drafter" and told["revision"] == "v2" and told["token"] == "t"
     assert told["local_files_only"] is True and told["cache_dir"] == "/c"
+    with pytest.raises(InvalidInputError, match="no option anything;"):
+        load("someone/drafter", model, anything=1)
+
+
+def test_options_that_a_folder_does_not_have_are_refused(tmp_path):
+    model = tiny.target()
+    tiny.drafter(model).save_pretrained(tmp_path)
+    assert load(tmp_path, model, dtype=torch.bfloat16, token="t", cache_dir="/c", local_files_only=True).bound
+    for name in (tmp_path, f"{tmp_path}+lookup", "smollm2-135m-instruct", "smollm2-135m-instruct-dual"):
+        for option in ("anything", "revision"):
+            with pytest.raises(InvalidInputError, match=f"no option {option};"):
+                load(name, model, **{option: "x"})
+    with pytest.raises(InvalidInputError, match="no option dtype;"):
+        load("smollm2-135m-instruct-dual", model, dtype=torch.float32)
+    with pytest.raises(InvalidInputError, match="no revision 'v2'"):
+        saving.load(tmp_path, revision="v2")
 
 
 @pytest.mark.parametrize("name", zoo())

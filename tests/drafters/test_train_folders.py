@@ -12,13 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.formats.files import read_tensors, write
+from specdiff.drafters.train import pipeline
 from specdiff.drafters.train.build import Shape, build
 from specdiff.drafters.train.corpus import Document, read_shard, write_shard
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.features import open_or_extract
+from specdiff.drafters.train.generate import Answer
 from specdiff.drafters.train.loop import TrainConfig
 from specdiff.drafters.train.manifest import claim, target_key
-from specdiff.drafters.train.regenerate import read_prompts
+from specdiff.drafters.train.regenerate import Recipe, read_prompts
 from specdiff.drafters.train.trainer import Trainer
 from specdiff.errors import FormatError, InvalidInputError
 
@@ -88,6 +90,43 @@ def trainer(folder: Path, corpus: Corpus, block: int = 3, optimizer: str = "adam
     drafter = build(tiny.target(), corpus, Shape(block_size=block, layers=1, taps=TAPS, vocabulary=0))
     config = TrainConfig(max_steps=2, rows=2, anchors=4, optimizer=optimizer, mixed_precision="no")
     return Trainer(drafter, corpus, config, folder)
+
+
+class Letters:
+    """A tokenizer with one id per character and a chat template."""
+
+    chat_template = "x"
+
+    def apply_chat_template(self, chat, **options):
+        return "<" + chat[0]["content"] + ">"
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(c) % tiny.VOCAB for c in text]}
+
+
+def test_more_chats_go_beside_a_short_last_shard(tmp_path, monkeypatch):
+    """Asked for more, a run has as many as were asked for; what was written before stays as it is."""
+    monkeypatch.setattr(pipeline, "SHARD_DOCUMENTS", 8)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "bye"}\n')
+    calls: list[int] = []
+
+    def generate(prompts, heats, limit, seed):
+        calls.append(len(prompts))
+        rng = np.random.default_rng(seed)
+        yield from (Answer(i, rng.integers(4, tiny.VOCAB, 9).tolist()) for i in range(len(prompts)))
+
+    where = tmp_path / "run" / "corpus"
+    before: dict[str, bytes] = {}
+    for chats, made in ((11, [8, 3]), (13, [2]), (20, [3, 4]), (20, []), (5, [])):
+        plan = pipeline.Plan([str(tmp_path / "p.jsonl")], tmp_path / "run", chats=chats, recipe=Recipe(own_share=0.0))
+        calls.clear()
+        pipeline.corpus_shards(plan, generate, Letters(), lambda *_: None)
+        assert calls == made
+        after = {file.name: file.read_bytes() for file in where.iterdir()}
+        assert before.items() <= after.items()
+        before = after
+    texts = [tuple(d.ids) for file in where.iterdir() for d in read_shard(file)]
+    assert len(texts) == len(set(texts)) == 20
 
 
 @pytest.fixture

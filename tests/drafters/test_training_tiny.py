@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 from specdiff import SpecDiff
 from specdiff.drafters.dflash import DFlashDrafter
@@ -18,6 +19,7 @@ from specdiff.drafters.train.corpus import Document, write_shard
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.evaluate import evaluate
 from specdiff.drafters.train.loop import TrainConfig
+from specdiff.drafters.train.pipeline import Plan, run
 from specdiff.drafters.train.step import BlockObjective, LossConfig
 from specdiff.drafters.train.trainer import Trainer
 
@@ -127,7 +129,7 @@ def as_text(corpus: Corpus) -> None:
         shard._logprobs = np.concatenate([np.zeros((len(following), 1)), np.full((len(following), 7), -100.0)], 1)
 
 
-def test_b52_control_a_leaking_mask_is_noticed(tmp_path):
+def test_b52_control_a_leaking_mask_is_noticed(tmp_path, monkeypatch):
     """The same test sees a leak: blocks that may look at their own positions' states learn the answers."""
     model = tiny.target()
     rng = np.random.default_rng(0)
@@ -143,7 +145,7 @@ def test_b52_control_a_leaking_mask_is_noticed(tmp_path):
         shifted = torch.roll(features, -1, 1)  # the state *at* the anchor's next token
         return honest(shifted, anchors, anchor_ids, slots, valid)
 
-    drafter.states = leaky  # type: ignore[method-assign]
+    monkeypatch.setattr(drafter, "states", leaky)
     config = TrainConfig(max_steps=150, rows=8, anchors=40, loss=LossConfig(hard=1.0, gamma=1.0), **QUICK)
     Trainer(drafter, corpus, config, tmp_path / "run").train()
     shifted_anchor = evaluate(drafter, [s[i] for s, i in corpus.train])
@@ -172,7 +174,6 @@ def test_run_from_nothing(tmp_path):
     """Corpus, features, training, evaluation, card: a tiny target with few patterns is learned in seconds, and
     what training measured is what serving accepts."""
     from specdiff.cli.train import serve
-    from specdiff.drafters.train.pipeline import Plan, run
 
     model = tiny.target(spread=0.2)
     tiny.write_greedy_corpus(tmp_path / "data", model, 150, prompt=3, new=30)
@@ -246,6 +247,62 @@ def test_resume_continues(tmp_path):
     second.train()
     assert second.state.step == 12
     assert not trainer(12, "b").resume()
+
+
+class Stop(Exception):
+    pass
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    """Interrupted within epochs, before and after a new shard is taken in: the same batches, vocabulary, weights."""
+    model = tiny.target()
+
+    def train(name: str, stops: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        data = tmp_path / name / "data"
+        tiny.write_greedy_corpus(data, model, 12, new=20)
+        shape = Shape(block_size=3, layers=1, taps=(0, 2), vocabulary=30, window=2)
+        config = TrainConfig(max_steps=9, rows=4, anchors=8, **(QUICK | {"average": 0.9, "evaluate_every": 0.0}))
+        plan = Plan([str(data)], tmp_path / name / "run", shape, config=config, held_out=0.2, top=8, served_prompts=0)
+        left = list(stops)
+
+        def tell(stage: str, done: float, total: float | None, note: str) -> None:
+            step = int(note.split()[1].strip(",")) if stage == "train" else 0
+            if step == 2 and not (data / "a new one.npz").exists():
+                rng = np.random.default_rng(5)
+                made = [Document(rng.integers(4, tiny.VOCAB, 15), 3, "new") for _ in range(9)]
+                write_shard(data / "a new one.npz", made)
+            if left and step == left[0]:
+                del left[0]
+                raise Stop
+
+        for _ in stops:
+            with pytest.raises(Stop):
+                run(model, plan, tell=tell)
+        outcome = run(model, plan, tell=tell)
+        assert outcome.state.step == 9 and outcome.state.epoch == 2
+        assert outcome.drafter.draft_ids is not None
+        average = load_file(plan.folder / "checkpoint" / "average.safetensors")
+        return {"draft_ids": outcome.drafter.draft_ids, **average}
+
+    whole = train("whole", ())
+    stopped = train("stopped", (3, 6, 8))  # checkpoints after every step: those of 2, 5 and 7 are gone on from
+    assert whole.keys() == stopped.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, stopped[name]), name
+
+
+def test_a_resumed_run_without_its_shards_begins_an_epoch(tmp_path, caplog):
+    model = tiny.target()
+    kind = SHAPES["late"]
+    config = TrainConfig(max_steps=1, rows=2, anchors=4, **QUICK)
+    for name in ("one", "two"):
+        tiny.write_greedy_corpus(tmp_path / name, model, 6, new=12 if name == "one" else 14)
+    first = corpus_of(tmp_path / "one", model, kind)
+    Trainer(build(model, first, kind), first, config, tmp_path / "run").train()
+    other = corpus_of(tmp_path / "two", model, kind)
+    second = Trainer(build(model, other, kind), other, config, tmp_path / "run")
+    assert second.resume() and second.state.step == 1
+    assert (second.state.epoch, second.state.position) == (1, 0) and "not all there" in caplog.text
 
 
 def test_objective_matches_dense_loss(tmp_path):

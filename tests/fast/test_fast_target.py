@@ -13,7 +13,9 @@ from fast_models import COMMON, REFUSED, TAKEN, build
 from torch import Tensor, nn
 from transformers import LlamaConfig, MistralConfig, PreTrainedModel
 
+from specdiff import SpecDiff, call, session
 from specdiff.errors import UnsupportedError
+from specdiff.fast import target
 from specdiff.fast.state import FastState
 from specdiff.fast.target import FastTarget
 
@@ -221,6 +223,26 @@ def test_a_hook_added_later_sends_requests_to_the_general_path() -> None:
     assert "hooks" in str(fast.refuses(32))
     handle.remove()
     assert fast.refuses(32) is None
+
+
+def test_a_call_looks_at_the_weights_once(monkeypatch) -> None:
+    """Path, packed copies and session share one fingerprint; the next call takes its own, and so sees a change."""
+    model = build(TAKEN["llama"]())
+    seen: list[int] = []
+    for module in (call, session, target):
+        real = module.fingerprint
+        monkeypatch.setattr(module, "fingerprint", lambda m, real=real: seen.append(1) or real(m))
+    wrapped = SpecDiff(model, fast="on")
+    keeping = wrapped.session()
+    text = ids(1, 6)
+    for generate in (wrapped.generate, keeping.generate):
+        seen.clear()
+        before = generate(text, max_new_tokens=8, do_sample=False)
+        assert len(seen) == 1
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1)
+        after = generate(text, max_new_tokens=8, do_sample=False)
+        assert len(seen) == 2 and not torch.equal(before, after)
 
 
 def test_bfloat16_and_dropout_in_training_are_refused() -> None:

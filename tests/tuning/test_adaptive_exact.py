@@ -47,11 +47,12 @@ class TableTarget:
         None,
         False,
     )
+    recorder = None
 
     def __init__(self, table):
         self.table = table
 
-    def open(self, batch, capacity, taps):
+    def open(self, batch, capacity, taps, seen=None):
         return TableState(self.table)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,21 +87,74 @@ def test_kernels_serve_cuda_tensors_alone(monkeypatch):
     assert not kernels.serve(FakeScores(True), noise)
 
 
-def test_kernels_that_do_not_start_leave_the_work_to_torch(monkeypatch, caplog):
+class Compilation(Exception):
+    """Stands for triton's own."""
+
+    __module__ = "triton.compiler.errors"
+
+
+def raised_in(module: str, error: Exception) -> Callable[..., None]:
+    """A function of ``module`` that raises."""
+    space = {"__name__": module, "error": error}
+    exec("def fail(*_):\n    raise error", space)
+    return space["fail"]
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """``attempts(fail) -> verdicts``: two calls of verify whose kernels fail so, and the verdict without kernels."""
     noise = Noise(row_seeds(0, 1)).round(torch.tensor([3]))
     scores = torch.randn(1, 3, 7, generator=torch.Generator().manual_seed(0))
     proposal = Proposal(torch.tensor([[1, 2]]), torch.tensor([2]))
     right = verify("block", scores, proposal, noise)
-    tried = []
-
-    def broken(*_):
-        tried.append(1)
-        raise RuntimeError("Failed to find C compiler\nmore")
-
     monkeypatch.setattr(kernels, "_refused", set())
-    monkeypatch.setattr(kernels, "fused_verify", broken)
     monkeypatch.setattr(kernels, "serve", lambda *_: not kernels._refused)
-    for _ in range(2):
-        found = verify("block", scores, proposal, noise)
-        assert torch.equal(found.next_token, right.next_token) and torch.equal(found.accepted, right.accepted)
-    assert tried == [1] and "Failed to find C compiler" in caplog.text
+
+    def run(fail: Callable[..., None] | None) -> int:
+        tried = []
+        launch = fail or kernels.fused_verify
+        monkeypatch.setattr(kernels, "fused_verify", lambda *a: tried.append(1) or launch(*a))
+        for _ in range(2):
+            found = verify("block", scores, proposal, noise)
+            assert torch.equal(found.next_token, right.next_token) and torch.equal(found.accepted, right.accepted)
+        return len(tried)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fail", "words"),
+    [
+        (raised_in("triton.runtime.build", RuntimeError("Failed to find C compiler\nmore")), "C compiler ... more"),
+        (raised_in(__name__, Compilation("at 5:10:\nsource\nno such thing")), "no such thing"),
+        (raised_in("subprocess", subprocess.CalledProcessError(1, ["gcc"])), "CalledProcessError"),
+        (raised_in("subprocess", FileNotFoundError("/opt/cc")), "/opt/cc"),
+        (raised_in("triton", ImportError("libtriton.so: undefined symbol", name="triton._C.libtriton")), "libtriton"),
+    ],
+)
+def test_kernels_that_do_not_start_leave_the_work_to_torch(attempts, caplog, fail, words):
+    assert attempts(fail) == 1
+    assert len(caplog.records) == 1 and words in caplog.text
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="triton starts where there is a GPU")
+def test_triton_without_a_driver_leaves_the_work_to_torch(attempts, caplog):
+    assert attempts(None) == 1
+    assert "RuntimeError" in caplog.text and "driver" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        raised_in("specdiff.verify.kernels.launch", RuntimeError("The size of tensor a (3) must match")),
+        raised_in("specdiff.verify.kernels.launch", torch.OutOfMemoryError("CUDA out of memory")),
+        raised_in("specdiff.verify.kernels.launch", ImportError("no name", name="specdiff.verify.prepare")),
+        raised_in("triton.runtime.jit", KeyError("Keyword argument TILES was specified but unrecognised")),
+        raised_in("specdiff.verify.kernels.launch", TypeError("missing 1 required positional argument")),
+    ],
+)
+def test_faults_of_kernels_are_raised(attempts, fail):
+    with pytest.raises((RuntimeError, ImportError, KeyError, TypeError)):
+        attempts(fail)
+    assert not kernels._refused

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import subprocess
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,15 +53,39 @@ def serve(scores: Tensor, noise: RoundNoise) -> bool:
 
 
 def attempt(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) -> Verdict | None:
-    """:func:`fused_verify` without a temperature, or None, said once, where kernels cannot be built (no compiler)."""
+    """:func:`fused_verify` without a temperature, or None, said once, where kernels cannot be built or started.
+
+    Any other error is raised: it is a fault, and torch in its place would hide it.
+    """
     assert isinstance(noise, CounterNoise)
     try:
         return fused_verify(rule, scores, proposal, noise)
-    except Exception as error:  # triton raises classes of its own, of its backends and of subprocess
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    except Exception as error:
+        if not cannot_start(error):
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"{type(error).__name__}: {' ... '.join(dict.fromkeys((lines[0], lines[-1])))}"
         _refused.add(reason)
         log.warning("the verification kernels do not start here, torch is used instead (%s)", reason)
         return None
+
+
+def cannot_start(error: Exception) -> bool:
+    """Whether an error of a launch means that triton cannot compile or start here.
+
+    Triton has classes of its own for code that it cannot compile or that does not fit the device. Without a driver or
+    a compiler it raises plain ``RuntimeError``, which torch raises too: there the frame that raised it decides. A
+    compiler that fails is a ``CalledProcessError``, one that is not there or a cache that cannot be written an
+    ``OSError``.
+    """
+    if any(kind.__module__.startswith("triton.") for kind in type(error).__mro__):
+        return True
+    if isinstance(error, ImportError):
+        return not (error.name or "").startswith("specdiff")
+    if isinstance(error, RuntimeError):
+        names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return bool(names) and names[-1].startswith("triton.")
+    return isinstance(error, (OSError, subprocess.SubprocessError))
 
 
 def available() -> bool:

@@ -41,7 +41,7 @@ class AdaptiveParallel(Policy):
         law = warp(log_law, view.sampling)
         if view.sampling.temperature == 0:
             return law.argmax(-1)
-        return (law - view.draws.race(view.positions, law.shape[-1]).log()).argmax(-1)
+        return (law - view.race().log()).argmax(-1)
 
     def decide(self, view: View) -> Decision:
         assert view.ar_logits is not None

@@ -74,6 +74,7 @@ class View:
     sampling: Sampling
     memory: Mapping[str, Tensor] = field(default_factory=dict)
     ar_logits: Tensor | None = None
+    _race: Tensor | None = field(default=None, init=False)
 
     @property
     def open(self) -> Tensor:
@@ -89,6 +90,12 @@ class View:
         """Tokens ``Long[A, W]``, their confidence ``[A, W]``, and the logits of the confidence law."""
         tokens, law = draw(self.logits, self.sampling, self.draws, self.positions)
         return tokens, probability(law, tokens), law
+
+    def race(self) -> Tensor:
+        """``float32[A, W, V]`` standard exponentials: the same ones for all that race with one noise in this pass."""
+        if self._race is None:
+            self._race = self.draws.race(self.positions, self.logits.shape[-1])
+        return self._race
 
 
 @dataclass
