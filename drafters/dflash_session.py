@@ -169,8 +169,8 @@ class DFlashSession:
             self._pending = Pending()
             self._pending.put(*waiting)
             return self._draft(anchor, limits, noise, slots)
+        cache.lengths, self._last, self._last_position = (tensor for tensor in after if tensor is not None)
         assert tokens is not None and lengths is not None
-        cache.lengths, self._last, self._last_position = after
         return tokens, lengths, logits
 
     def _states(self, anchor: Tensor, slots: int) -> Tensor:

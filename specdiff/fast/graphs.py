@@ -64,6 +64,13 @@ class StaticCache(TargetCache):
     def _layer(self, plan: LayerPlan) -> StaticLayer:
         return StaticLayer(self.span)
 
+    def rows_held(self) -> int:
+        """Rows that every layer has buffers for; 0 before the first pass."""
+        held = [layer.keys for layer in self.layers if isinstance(layer, StaticLayer) and layer.is_initialized]
+        return (
+            min((keys.shape[0] for keys in held if keys is not None), default=0) if len(held) == len(self.layers) else 0
+        )
+
 
 class GraphState(RaggedState):
     """:class:`specdiff.target.TargetState` whose narrow passes are recorded and replayed.
@@ -83,7 +90,7 @@ class GraphState(RaggedState):
     ) -> None:
         super().__init__(call, serving, batch, 0, taps, top)
         self.owner, self.batch = owner, batch
-        self.cache = StaticCache(serving.plans, batch, capacity, capacity)
+        self.cache: StaticCache = StaticCache(serving.plans, batch, capacity, capacity)
         self.recordings = Recordings(owner.recorder)
         self.stamp: Fingerprint = ()
 
@@ -103,7 +110,7 @@ class GraphState(RaggedState):
         if needed > span.capacity:  # a conversation outgrows its first request: the buffers move
             self.recordings.clear()
         eager = head != "all" or width > WIDEST or needed > span.capacity
-        if eager or not all(layer.is_initialized for layer in self.cache.layers):
+        if eager or not self.cache.rows_held():
             return super().forward(tokens, counts, head=head)
         view = min(bucket(needed), span.capacity)
         key = (len(self.lengths), width, view)
@@ -187,7 +194,6 @@ class GraphTarget(Target):
 
     def take_back(self, state: GraphState) -> None:
         """Keep a closed state for the next request; the one that waited is dropped."""
-        first = state.cache.layers[0]
-        if first.is_initialized and first.keys is not None and first.keys.shape[0] == state.batch:
+        if state.cache.rows_held() == state.batch:
             with self._lock:
                 self._idle = state

@@ -11,7 +11,7 @@ This module imports torch only, so drafters may use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class CudaRecorder:
     """Records CUDA graphs. Those of one recorder share their memory, so they must not run at the same time."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __call__(self, step: Callable[[], Outputs]) -> Recording:
         """Warm up on a side stream, then capture."""
