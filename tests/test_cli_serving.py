@@ -102,6 +102,7 @@ def test_without_print_the_engine_runs(folders, tmp_path):
         (["export", "plain", "--to", "zlab", "OUT", "--without", "speed"], 2, "unknown feature"),
         (["export", "plain", "--to", "gguf", "OUT"], 2, ""),
         (["export", "plain", "--to", "zlab", "plain"], 2, "not empty"),
+        (["export", "plain", "--to", "zlab", "OUT", "--device", "cpu", "--trust-remote-code"], 2, "--target"),
         (["export", "plain", "--to", "muse", "OUT", "--transformers", "5.21"], 2, "5.21"),
         (["export", "plain", "--to", "dspark", "OUT"], 3, "cannot hold"),
         (["export", "lookup", "--to", "zlab", "OUT"], 2, "no weights"),

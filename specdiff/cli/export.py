@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     from specdiff.drafters.formats.export import export
 
+    refuse_idle(args)
     if args.out.exists() and not args.out.is_dir():
         raise InvalidInputError(f"{args.out} is not a folder")
     if args.out.is_dir() and any(args.out.iterdir()) and not args.force:
@@ -60,6 +61,18 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{args.out}: {args.to}, {exported.block_size} drafted tokens per pass")
     return codes.OK
+
+
+def refuse_idle(args: argparse.Namespace) -> None:
+    """Options of a target that is not loaded.
+
+    Raises:
+        InvalidInputError: names them.
+    """
+    names = ("dtype", "device", "threads", "revision", "trust_remote_code")
+    idle = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if idle and not needs_target(args):
+        raise InvalidInputError(f"{', '.join(idle)} are about the target, and none is loaded here: name it by --target")
 
 
 def needs_target(args: argparse.Namespace) -> bool:
