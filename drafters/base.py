@@ -76,8 +76,9 @@ class Outlook:
 class DraftSession(Protocol):
     """All drafter state of one request; nothing survives it.
 
-    Optional members: ``outlook`` (see :class:`Outlook`), and ``lazy = True`` when ``commit`` only takes notes and the
-    work is done by the next ``propose``, so that rounds without a draft cost nothing.
+    Optional members: ``outlook`` (see :class:`Outlook`); ``lazy = True`` when ``commit`` only takes notes and the work
+    is done by the next ``propose``, so that rounds without a draft cost nothing; ``notes``, a list of what a user
+    should know afterwards.
     """
 
     request: DraftRequest

@@ -142,6 +142,11 @@ class CombinedSession:
         """Whether commits cost nothing by themselves."""
         return getattr(self._inner, "lazy", False)
 
+    @property
+    def notes(self) -> list[str]:
+        """What the drafter inside has to say."""
+        return getattr(self._inner, "notes", [])
+
     def outlook(self, anchor: Tensor) -> list[Outlook]:
         """Who would draft each row now."""
         look = getattr(self._inner, "outlook", None)

@@ -60,6 +60,12 @@ class ContextCache:
         """Positions that :meth:`read` gives."""
         return min(bucket(self.longest), self.capacity) if self.buckets else self.longest
 
+    def restart(self) -> None:
+        """Begin again from nothing; what is masked is still multiplied by zero, so nothing may be left of the past."""
+        for buffer in (self.keys, self.values):
+            buffer.zero_()
+        self.lengths, self.longest = torch.zeros_like(self.lengths), 0
+
     def positions(self, width: int) -> Tensor:
         """``Long[B, width]`` the logical positions that the next ``width`` entries of each row take."""
         return self.lengths[:, None] + torch.arange(width, device=self.lengths.device)
@@ -84,14 +90,15 @@ class ContextCache:
             most = int(self.lengths.max()) if on_host(self.lengths) else self.longest + width
         self.longest = most
 
-    def reserve(self, needed: int) -> None:
-        """Make room for ``needed`` positions per row."""
+    def reserve(self, needed: int) -> bool:
+        """Make room for ``needed`` positions per row; True if the buffers had to move."""
         if needed <= self.capacity:
-            return
+            return False
         extra = max(needed, 2 * self.capacity) - self.capacity
         pad = (*self.keys.shape[:3], extra, self.keys.shape[4])
         self.keys = torch.cat([self.keys, self.keys.new_zeros(pad)], 3)
         self.values = torch.cat([self.values, self.values.new_zeros(pad)], 3)
+        return True
 
     def read(self) -> list[tuple[Tensor, Tensor]]:
         """Views ``[B, g, T, D]`` per layer, T = :attr:`view`."""

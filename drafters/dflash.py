@@ -17,7 +17,7 @@ Sources: DFlash (block diffusion for flash speculative decoding) and DFlash 2, D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,10 @@ from specdiff.drafters.layers import DraftLayer, RMSNorm, inside_window, rms_nor
 from specdiff.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
+    from specdiff.drafters.context_cache import ContextCache
     from specdiff.drafters.dflash_session import DFlashSession
     from specdiff.drafters.packed import DraftRuntime
+    from specdiff.fast.recording import Recordings
 
 
 class DFlashModel(nn.Module):
@@ -236,6 +238,8 @@ class DFlashDrafter(nn.Module):
         self._embedding: Tensor | None = None
         self._head: Tensor | None = None
         self._runtime: DraftRuntime | None = None
+        self.idle: dict[Hashable, tuple[ContextCache, Recordings]] = {}
+        """Buffers and recordings of the last greedy request that ended, for the next one of its shape."""
 
     @property
     def block_size(self) -> int:
@@ -327,6 +331,12 @@ class DFlashDrafter(nn.Module):
         """``[Vd, H]`` output rows of the draft vocabulary."""
         assert self._head is not None, "bind the drafter to a target first"
         return self._head
+
+    @property
+    def embedding(self) -> Tensor:
+        """``[V, H]`` the embedding that drafted tokens are read by."""
+        assert self._embedding is not None, "bind the drafter to a target first"
+        return self._embedding
 
     def mask_embedding(self) -> Tensor | None:
         """``[H]`` embedding of the mask token, None for direct drafters."""

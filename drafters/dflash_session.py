@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -57,6 +58,20 @@ class DFlashSession:
         self._all_inside = int(columns.max()) < request.vocab_size
         self._recordings = Recordings(request.recorder)
         self._recorded_for = request
+        waiting = drafter.idle.pop(self._shape(), None)
+        if waiting is not None:
+            self._cache, self._recordings = waiting
+            self._cache.restart()
+        self._mask = drafter.mask_embedding()
+        self.notes: list[str] = []
+
+    def _shape(self) -> Hashable:
+        """What two requests must share for one to go on with the other's recordings; None where they never do."""
+        request, embedding = self.request, self.drafter.embedding
+        if request.recorder is None or not request.greedy:  # others have a warp of their own
+            return None
+        tensors = (self._runtime.stamp, embedding.data_ptr(), torch.is_inference_mode_enabled())
+        return request.recorder, request.batch_size, request.vocab_size, self._cache.capacity, *tensors
 
     @property
     def lengths(self) -> Tensor:
@@ -144,7 +159,9 @@ class DFlashSession:
         if len(self._pending) > slots + 1:
             self._project()
         cache, waiting = self._cache, self._pending.padded(slots + 1, self._last)
-        cache.reserve(longest + slots + 1)
+        if cache.reserve(longest + slots + 1) or self._recorded_for is not self.request:
+            self._recordings.clear()
+            self._recorded_for = self.request
         cache.longest = longest
         state = (cache.lengths, self._last, self._last_position)
 
@@ -156,13 +173,12 @@ class DFlashSession:
             return (*drafted, cache.lengths, self._last, self._last_position)
 
         inputs = (anchor, limits, noise.row_states, noise.lengths, *waiting, *state)
-        if self._recorded_for is not self.request:
-            self._recordings.clear()
-            self._recorded_for = self.request
-        key = (len(anchor), cache.view, cache.keys.data_ptr())
         try:
-            tokens, lengths, logits, *after = self._recordings(key, run, inputs)
+            tokens, lengths, logits, *after = self._recordings((len(anchor), cache.view), run, inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
+            self.notes.append(f"drafts are not recorded: {error}")
             log.warning("this draft cannot be recorded (%s); it is run operator by operator", error)
             self._recordings.recorder = None
             cache.lengths, self._last, self._last_position = state
@@ -183,7 +199,7 @@ class DFlashSession:
         # stays as wide as the widest so far.
         self._width = max(self._width, slots)
         width = self._width + int(config.anchor_slot)
-        x = self._model.block_input(drafter.embed(anchor[:, None]), last[:, None], drafter.mask_embedding(), width)
+        x = self._model.block_input(drafter.embed(anchor[:, None]), last[:, None], self._mask, width)
         visible = self._cache.visible()[:, None]
         states = self._model.run_layers(x, self._cache.read(), visible, self._cache.lengths[:, None])
         return states[:, 0, :slots]
@@ -273,6 +289,7 @@ class DFlashSession:
     def select(self, rows: Tensor) -> None:
         """Keep ``rows``, in that order."""
         self._pending.select(rows)
+        self._recordings.clear()  # the buffers move
         rows = rows.to(self._last.device)
         self._cache.select(rows)
         self._last, self._last_position = self._last[rows], self._last_position[rows]
@@ -283,7 +300,13 @@ class DFlashSession:
         self._cache.rollback(lengths)
 
     def close(self) -> None:
-        """Release the cache."""
+        """Release the cache, or let it wait for a request of the same shape."""
+        shape = self._shape()
+        if shape is not None and self._cache.lengths.shape[0] == self.request.batch_size and self._recordings.recorder:
+            self.drafter.idle.clear()
+            self.drafter.idle[shape] = (self._cache, self._recordings)
+        else:
+            self._recordings.clear()
         self._pending = Pending()
         self._cache = ContextCache(1, 0, 1, 2, 1, torch.device("cpu"), torch.float32)
         self._last = self._last[:0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdiff.drafters.base import Drafter, DraftRequest, DraftSession, Outlook
 from specdiff.errors import InvalidInputError, NumericalError
+from specdiff.fast.uploads import upload
 from specdiff.fingerprint import Fingerprint
 from specdiff.sequential import verify_in_order
 from specdiff.stats import GenerationStats
@@ -148,7 +149,7 @@ class Decoding:
         seconds = self.stats.seconds
         seconds["rest"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
         self.stats.finish_reason = [row.reason for row in self.rows]
-        self.stats.notes += self.job.lengths.notes()
+        self.stats.notes += [*self.job.lengths.notes(), *getattr(self.session, "notes", [])]
         self.stats.modelled_cost = self.job.lengths.modelled_cost
         return self.rows
 
@@ -178,7 +179,7 @@ class Decoding:
             warp=job.warp.draft_warp(),
             capacity=capacity,
             target_cache=self.state,
-            prompt_lengths=torch.tensor([row.prompt for row in self.rows], device=self.device),
+            prompt_lengths=upload([row.prompt for row in self.rows], self.device),
             recorder=self.target.recorder,
         )
         if self.session is None:
@@ -206,18 +207,18 @@ class Decoding:
             tokens = left[:, at : at + chunk]
             host = [max(0, min(rest - at, tokens.shape[1])) for rest in missing]
             ends = [0 < rest - at <= tokens.shape[1] for rest in missing]
-            counts = torch.tensor(host, device=self.device)
+            counts = upload(host, self.device)
             result = state.forward(tokens, counts, head="last" if any(ends) else None)
             state.advance(host)
             if self.session is not None:
                 self.session.commit(tokens, counts, result.taps)
             if result.logits is not None:
-                ended = torch.tensor(ends, device=self.device)[:, None, None]
+                ended = upload(ends, self.device)[:, None, None]
                 first = result.logits if first is None else torch.where(ended, result.logits, first)
         assert first is not None
         self.stats.prompt_tokens_computed = sum(lengths) - sum(done)
         proposal = Proposal.empty(len(self.rows), self.device)
-        self._judge(first, proposal, self.noise.round(torch.tensor(lengths, device=self.device)), prefill=True)
+        self._judge(first, proposal, self.noise.round(upload(lengths, self.device)), prefill=True)
         self.stats.seconds["prefill"] += time.perf_counter() - began
 
     # -- one round ---------------------------------------------------------------------------------------------------
@@ -228,9 +229,9 @@ class Decoding:
         began = time.perf_counter()
         self.stats.rounds += 1
         self.job.feed.round_begins()
-        committed = torch.tensor([row.committed for row in self.active], device=self.device)
+        committed = upload([row.committed for row in self.active], self.device)
         noise = self.noise.round(committed)
-        anchor = torch.tensor([row.new[-1] for row in self.active], device=self.device)
+        anchor = upload([row.new[-1] for row in self.active], self.device)
         proposal = self._propose(anchor, noise)
         drafted = time.perf_counter()
         tokens = torch.cat([anchor[:, None], proposal.tokens.clamp(0, self.vocab_size - 1)], dim=1)
@@ -252,7 +253,7 @@ class Decoding:
         most = max(limits)
         if most <= 0:
             return Proposal.empty(len(self.active), self.device)
-        bound = torch.tensor(limits, device=self.device)
+        bound = upload(limits, self.device)
         proposal = self.session.propose(anchor, bound, noise)
         if proposal.tokens.shape[0] != len(self.active):
             raise InvalidInputError(
@@ -309,7 +310,7 @@ class Decoding:
             assert self.state is not None and tokens is not None
             self.state.advance(counts)
             if self.session is not None:
-                self.session.commit(tokens, torch.tensor(counts, device=self.device), taps)
+                self.session.commit(tokens, upload(counts, self.device), taps)
             self.job.lengths.settle([line[3] for line in table], [line[0] for line in table], counts)
             self._let_go()
         self._drop_ended()
@@ -361,7 +362,7 @@ class Decoding:
         at = self.job.ids.shape[1] + len(row.new)
         if at + len(tokens) > self.ids.shape[1]:
             self.ids = torch.cat([self.ids, torch.empty_like(self.ids)], dim=1)
-        self.ids[row.index, at : at + len(tokens)] = torch.tensor(tokens, device=self.device)
+        self.ids[row.index, at : at + len(tokens)] = upload(tokens, self.device)
 
     def _append_rows(self, table: list[list[int]], scores: Tensor | None, logits: Tensor, prefill: bool) -> list[int]:
         """Commit each row's accepted drafts and next token; returns how many tokens stood per row."""
@@ -436,7 +437,7 @@ class Decoding:
         if len(keep) == len(self.active):
             return
         self.active = [self.active[at] for at in keep]
-        rows = torch.tensor(keep, device=self.device)
+        rows = upload(keep, self.device)
         self.noise = self.noise.select(rows)
         assert self.state is not None
         self.state.select(keep)

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from specdiff.cache.spans import Span, WindowSpan
 from specdiff.errors import UnsupportedError
+from specdiff.fast.uploads import upload
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -99,7 +100,7 @@ class RaggedLayer(CacheLayerMixin):
         if first is not None and isinstance(rows, slice):
             buffer[rows, :, first : first + width] = states
             return
-        index = torch.tensor(self.span.row_list, device=states.device)[:, None]
+        index = upload(self.span.row_list, states.device)[:, None]
         buffer[index, :, self._columns().to(states.device)] = states.transpose(1, 2)
 
     def _read(self, buffer: Tensor) -> Tensor:

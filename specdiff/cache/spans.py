@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdiff.fast.uploads import upload
+
 SLACK = 64
 """Spare columns of a windowed buffer beyond window and pass: how many tokens pass between two compactions, at least."""
 
@@ -102,7 +104,7 @@ class WindowSpan:
 
     def _bases(self) -> Tensor:
         bases = [self.base[row] for row in self.span.row_list]
-        return torch.tensor(bases, device=self.span.start.device)[:, None]
+        return upload(bases, self.span.start.device)[:, None]
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """Additive ``[g, 1, T, high - low]`` mask over the columns that attention reads."""

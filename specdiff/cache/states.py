@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from specdiff.cache.kinds import LayerPlan
 from specdiff.cache.manager import TargetCache
 from specdiff.cache.passes import Keep, ModelCall
+from specdiff.fast.uploads import upload
 
 REPLAY = 16
 """Accepted inputs that may wait to run again in front of a later pass before they get a pass of their own."""
@@ -102,7 +103,7 @@ class RaggedState:
     def forward(self, tokens: Tensor, counts: Tensor, *, head: str | None = "all") -> Pass:
         """See :class:`specdiff.target.TargetState`."""
         device = self.call.device
-        self.cache.begin(torch.tensor(self.lengths, device=device), self.lengths, tokens.shape[1])
+        self.cache.begin(upload(self.lengths, device), self.lengths, tokens.shape[1])
         last = (counts - 1).clamp(min=0)
         kept = torch.unique(last) if head == "last" else None
         logits, tapped = self._run(tokens, counts, kept if head == "last" else 1 if head is None else None)
@@ -280,7 +281,7 @@ class OwnLayers:
         for step in steps:
             width = step.shape[1]
             begin = [start + done for start in starts]
-            self.cache.begin(torch.tensor(begin, device=ids.device), begin, width, rows, go_on=done > 0)
+            self.cache.begin(upload(begin, ids.device), begin, width, rows, go_on=done > 0)
             mask: Any = None
             if self.serving.mode == "ragged":
                 mask = self.cache.masks(self.call.model.dtype, by_type=self.serving.by_type)

@@ -25,11 +25,15 @@ from specdiff.cache.ragged import RaggedLayer
 from specdiff.cache.states import Pass, RaggedState, Serving
 from specdiff.errors import UnsupportedError
 from specdiff.fast.recording import CudaRecorder, Outputs, Recorder, Recordings, bucket
-from specdiff.fingerprint import Fingerprint, fingerprint
+from specdiff.fast.uploads import upload
+from specdiff.fingerprint import Fingerprint, fingerprint, interferes
 from specdiff.target import Target
 
 WIDEST = 32
 """Inputs per row up to which a pass is recorded; wider ones are prompts, whose kernels outlast their launches."""
+
+
+HOOKED = "it carries hooks or a replaced forward, which a recording would not run again"
 
 
 class StaticLayer(RaggedLayer):
@@ -64,12 +68,21 @@ class StaticCache(TargetCache):
     def _layer(self, plan: LayerPlan) -> StaticLayer:
         return StaticLayer(self.span)
 
+    def _begun(self) -> list[tuple[Tensor, Tensor]]:
+        """Buffers of the layers that have any."""
+        layers = [layer for layer in self.layers if isinstance(layer, StaticLayer)]
+        return [(x.keys, x.values) for x in layers if x.keys is not None and x.values is not None]
+
+    def clear(self) -> None:
+        """Zeros everywhere."""
+        for keys, values in self._begun():
+            keys.zero_()
+            values.zero_()
+
     def rows_held(self) -> int:
         """Rows that every layer has buffers for; 0 before the first pass."""
-        held = [layer.keys for layer in self.layers if isinstance(layer, StaticLayer) and layer.is_initialized]
-        return (
-            min((keys.shape[0] for keys in held if keys is not None), default=0) if len(held) == len(self.layers) else 0
-        )
+        begun = self._begun()
+        return min(keys.shape[0] for keys, _ in begun) if 0 < len(begun) == len(self.layers) else 0
 
 
 class GraphState(RaggedState):
@@ -99,9 +112,10 @@ class GraphState(RaggedState):
         return (self.batch, self.taps, self.stamp) == (batch, taps, stamp) and capacity <= self.cache.span.capacity
 
     def reopen(self) -> None:
-        """Begin again from nothing."""
+        """Begin again from nothing: what is masked is still multiplied, by zero, which NaN would survive."""
         self.lengths = [0] * self.batch
         self.cache.span.batch = self.batch
+        self.cache.clear()
 
     def forward(self, tokens: Tensor, counts: Tensor, *, head: str | None = "all") -> Pass:
         """See :class:`specdiff.target.TargetState`."""
@@ -114,7 +128,7 @@ class GraphState(RaggedState):
             return super().forward(tokens, counts, head=head)
         view = min(bucket(needed), span.capacity)
         key = (len(self.lengths), width, view)
-        start = torch.tensor(self.lengths, device=tokens.device)
+        start = upload(self.lengths, tokens.device)
         logits, taps = self.recordings(key, self._step(width, view), (tokens, start, counts))
         return Pass(logits, taps)
 
@@ -153,7 +167,7 @@ class GraphTarget(Target):
         why = self._unfit(recorder is None)
         if why is not None:
             raise UnsupportedError(f"no graphs for {type(model).__name__}: {why}")
-        self.recorder = recorder or CudaRecorder()
+        self.recorder = recorder or CudaRecorder(self.device)
         try:
             check_state(self.call, self.open(2, 2 * LENGTH))
         except (RuntimeError, UnsupportedError) as error:
@@ -162,6 +176,8 @@ class GraphTarget(Target):
         self._idle = None
 
     def _unfit(self, cuda: bool) -> str | None:
+        if any(interferes(module) for module in self.model.modules()):
+            return HOOKED
         devices = {parameter.device for parameter in self.model.parameters()}
         if cuda and {device.type for device in devices} != {"cuda"}:
             return "its weights are not on a CUDA device"
@@ -175,13 +191,15 @@ class GraphTarget(Target):
         return None
 
     def refuses(self, capacity: int, seen: Fingerprint | None = None) -> str | None:
-        """Why a request of ``capacity`` columns per row cannot be served so, or None."""
-        return None
+        """Why a request cannot be served so, or None; ``seen`` as in :meth:`specdiff.target.Target.open`."""
+        hooks = (fingerprint(self.model) if seen is None else seen)[0]
+        return HOOKED if hooks else None
 
     def open(self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None) -> GraphState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns; ``seen`` as in
         :meth:`specdiff.target.Target.open`."""
-        wanted, stamp = tuple(taps), fingerprint(self.model) if seen is None else seen
+        seen = fingerprint(self.model) if seen is None else seen
+        wanted, stamp = tuple(taps), (*seen, torch.is_inference_mode_enabled())
         with self._lock:
             state, self._idle = self._idle, None
         if state is None or not state.fits(batch, capacity, wanted, stamp):
@@ -194,6 +212,9 @@ class GraphTarget(Target):
 
     def take_back(self, state: GraphState) -> None:
         """Keep a closed state for the next request; the one that waited is dropped."""
+        dropped: GraphState | None = state
         if state.cache.rows_held() == state.batch:
             with self._lock:
-                self._idle = state
+                dropped, self._idle = self._idle, state
+        if dropped is not None and dropped is not state:
+            dropped.recordings.clear()

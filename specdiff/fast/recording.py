@@ -10,7 +10,9 @@ This module imports torch only, so drafters may use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +20,8 @@ from torch import Tensor
 
 Outputs = tuple[Tensor | None, ...]
 
-KEPT = 64
-"""Recordings that one owner keeps; the oldest goes first."""
+KEPT, KEPT_BYTES = 64, 1 << 30
+"""Recordings that one owner keeps, and bytes of their results; what was not used for the longest time goes first."""
 WARM_UPS = 2
 """Runs on a side stream before a capture: libraries set themselves up in the first one."""
 
@@ -33,7 +35,9 @@ class Recording(Protocol):
 
 
 class Recorder(Protocol):
-    """Records runs."""
+    """Records runs. Recordings of one recorder may share memory: who records or replays holds its lock."""
+
+    lock: threading.RLock
 
     def __call__(self, step: Callable[[], Outputs]) -> Recording:
         """Record ``step``, which is run at least once.
@@ -45,24 +49,48 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs. Those of one recorder share their memory, so they must not run at the same time."""
+    """Records CUDA graphs, all in one pool of memory.
 
-    def __init__(self) -> None:
-        self._pool: Any = None
+    Args:
+        device: where they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.RLock()
+        self._device = device
+        self._pool = torch.cuda.MemPool()  # lives on while no graph does
 
     def __call__(self, step: Callable[[], Outputs]) -> Recording:
-        """Warm up on a side stream, then capture."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = step()
-        self._pool = graph.pool()
+        """Warm up on a side stream, waiting forbidden in the last run; then capture."""
+        with torch.cuda.device(self._device):
+            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            side.wait_stream(current)
+            graph = torch.cuda.CUDAGraph()
+            pool: Any = self._pool.id
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS - 1):
+                    step()
+                with _waiting_forbidden():
+                    step()
+                side.synchronize()
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    outputs = step()
+                finally:
+                    graph.capture_end()
+            current.wait_stream(side)
         return _CudaRecording(graph, outputs)
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    """Calls that wait for the device raise RuntimeError: inside a capture they would leave it broken."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 class _CudaRecording:
@@ -78,6 +106,9 @@ class _CudaRecording:
 class RecordedStep:
     """A function of tensors that runs as a recording.
 
+    Attributes:
+        nbytes: of its results, which the recording keeps.
+
     Args:
         recorder: makes the recording, at once.
         run: the function, called with tensors that stay at their place.
@@ -85,18 +116,24 @@ class RecordedStep:
     """
 
     def __init__(self, recorder: Recorder, run: Callable[..., Outputs], inputs: Sequence[Tensor]) -> None:
+        self._lock, self._run = recorder.lock, run  # what the run reads must live as long as its recording
         self._held = [tensor.clone() for tensor in inputs]
-        self._recording = recorder(lambda: run(*self._held))
+        with self._lock:
+            self._recording = recorder(lambda: self._run(*self._held))
+        self.nbytes = 0
 
     def __call__(self, *inputs: Tensor) -> Outputs:
         """The function's results for ``inputs``, in tensors of their own."""
-        for held, new in zip(self._held, inputs, strict=True):
-            held.copy_(new)
-        return tuple(None if tensor is None else tensor.clone() for tensor in self._recording.replay())
+        with self._lock:
+            for held, new in zip(self._held, inputs, strict=True):
+                held.copy_(new)
+            outputs = tuple(None if tensor is None else tensor.clone() for tensor in self._recording.replay())
+        self.nbytes = sum(tensor.nbytes for tensor in outputs if tensor is not None)
+        return outputs
 
 
 class Recordings:
-    """Recorded steps by key. Keys of one call differ in shapes or addresses alone, so the last few are kept.
+    """Recorded steps by key. Keys of one call differ in shapes alone, so the last ones used are kept.
 
     Args:
         recorder: makes them; None while nothing is recorded.
@@ -108,12 +145,14 @@ class Recordings:
 
     def __call__(self, key: Hashable, run: Callable[..., Outputs], inputs: Sequence[Tensor]) -> Outputs:
         """``run(*inputs)``, recorded when ``key`` is new."""
-        if key not in self._steps:
+        step = self._steps.pop(key, None)
+        if step is None:
             assert self.recorder is not None
-            while len(self._steps) >= KEPT:
+            while len(self._steps) >= KEPT or sum(kept.nbytes for kept in self._steps.values()) > KEPT_BYTES:
                 self._steps.pop(next(iter(self._steps)))
-            self._steps[key] = RecordedStep(self.recorder, run, inputs)
-        return self._steps[key](*inputs)
+            step = RecordedStep(self.recorder, run, inputs)
+        self._steps[key] = step
+        return step(*inputs)
 
     def clear(self) -> None:
         """Forget all of them: what they wrote to has moved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ META = torch.device("meta")
 
 class Repeating:
     """Records nothing: every replay is a run."""
+
+    lock = threading.RLock()
 
     def __call__(self, step: Any) -> Any:
         return type("Recording", (), {"replay": staticmethod(step)})()

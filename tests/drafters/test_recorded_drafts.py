@@ -123,3 +123,20 @@ def test_stale_state_in_a_recording_shows(monkeypatch: pytest.MonkeyPatch) -> No
     out = text(pair("direct", True)[0], do_sample=False)
     assert torch.equal(out.sequences, plain.sequences)  # lossless all the same
     assert out.stats.emitted != plain.stats.emitted
+
+
+def test_a_second_request_records_nothing_new_and_sees_weights_written_since() -> None:
+    wrapped, tape = pair("direct", True)
+    first = text(wrapped, PROMPTS[1:], do_sample=False)
+    seen = len(tape.recordings)
+    again = text(wrapped, PROMPTS[1:], do_sample=False)
+    assert len(tape.recordings) == seen
+    assert torch.equal(again.sequences, first.sequences) and again.stats.emitted == first.stats.emitted
+    with torch.no_grad():
+        wrapped.drafter.model.fc.weight.mul_(-1.0)  # type: ignore[union-attr]
+    changed = text(wrapped, PROMPTS[1:], do_sample=False)
+    fresh, _ = pair("direct", False)
+    with torch.no_grad():
+        fresh.drafter.model.fc.weight.mul_(-1.0)  # type: ignore[union-attr]
+    assert changed.stats.emitted == text(fresh, PROMPTS[1:], do_sample=False).stats.emitted
+    assert len(tape.recordings) > seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -9,8 +10,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-HOST_READS = ("_local_scalar_dense", "item", "nonzero", "equal", "_unique2", "masked_select", "is_nonzero")
-"""Operators that a stream cannot be captured with: the host waits for what they give."""
+HOST_READS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "equal",
+    "_unique2",
+    "masked_select",
+    "is_nonzero",
+    "lift_fresh",
+)
+"""Operators that a stream cannot be captured with: the host waits for what they give, or gives values of its own."""
 
 
 class Writing(TorchDispatchMode):
@@ -53,6 +63,7 @@ class Tape:
     """Records as :class:`specdiff.fast.recording.CudaRecorder` does: runs twice beforehand, then captures."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.recordings: list[Recording] = []
 
     def __call__(self, step: Any) -> Recording:

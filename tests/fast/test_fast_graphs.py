@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import DeepseekV3Config, GPT2Config, MistralConfig, MixtralCon
 
 from specdiff import SpecDiff
 from specdiff.cache.ragged import RaggedLayer
-from specdiff.errors import UnsupportedError
+from specdiff.errors import NumericalError, UnsupportedError
+from specdiff.fast import recording
 from specdiff.fast.choose import fast_path
 from specdiff.fast.graphs import GraphTarget, StaticLayer
 from specdiff.fast.recording import RecordedStep, bucket
@@ -215,3 +217,61 @@ def test_cuda_graphs_themselves(dtype: torch.dtype) -> None:
         assert torch.equal(out.sequences, plain.sequences) and torch.equal(
             run(wrapped, prompts, mask, do_sample=False).sequences, plain.sequences
         )
+
+
+def test_a_request_that_failed_leaves_nothing_behind() -> None:
+    net = build(FAMILIES["llama"]())
+    wrapped = SpecDiff(net, fast="off")
+    wrapped.fast_target = GraphTarget(net, Tape())
+    good = run(wrapped, do_sample=False).sequences
+    embedding = net.get_input_embeddings().weight
+    with torch.no_grad():
+        row = embedding[42].clone()
+        embedding[42] = float("nan")
+        with pytest.raises(NumericalError):
+            run(wrapped, do_sample=False)
+        embedding[42] = row
+    assert torch.equal(run(wrapped, do_sample=False).sequences, good)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inside_and_outside_inference_mode(first: bool) -> None:
+    wrapped, _ = recorded("llama", RandomDrafter(101, 3))
+    for mode in (first, not first):
+        with torch.inference_mode(mode):
+            out = run(wrapped, do_sample=False).sequences
+        assert torch.equal(out[:, PROMPTS.shape[1] :].clone(), greedy("llama"))
+
+
+def test_hooks_are_not_recorded() -> None:
+    net = build(FAMILIES["llama"]())
+    wrapped = SpecDiff(net, fast="off")
+    wrapped.fast_target = GraphTarget(net, Tape())
+    scale = [1.0]
+    handle = net.model.layers[0].register_forward_hook(lambda module, args, out: out * scale[0])
+    out = run(wrapped, do_sample=False)
+    assert out.stats.path == "general" and any("hooks" in note for note in out.stats.notes)
+    with pytest.raises(UnsupportedError, match="hooks"):
+        GraphTarget(net, Tape())
+    handle.remove()
+    assert run(wrapped, do_sample=False).stats.path == "graphs"
+
+
+def test_four_threads_on_one_object() -> None:
+    wrapped, _ = recorded("llama", ReplayDrafter(greedy("llama"), 4, wrong_at=(2,)))
+    with ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda _: run(wrapped, do_sample=False).sequences, range(8)))
+    assert all(torch.equal(out[:, PROMPTS.shape[1] :], greedy("llama")) for out in outs)
+
+
+def test_results_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "KEPT", 2)
+    tape = Tape()
+    steps = recording.Recordings(tape)
+    for key in (1, 2, 1, 3, 1):
+        assert steps(key, lambda x: (x + 1,), (torch.ones(key),))[0].shape == (key,)
+    assert len(tape.recordings) == 3  # 2 went when 3 came: 1 had been used since
+    monkeypatch.setattr(recording, "KEPT_BYTES", 1)
+    steps(4, lambda x: (x + 1,), (torch.ones(4),))
+    steps(1, lambda x: (x + 1,), (torch.ones(1),))
+    assert len(tape.recordings) == 5
