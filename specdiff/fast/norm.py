@@ -11,7 +11,7 @@ from torch import Tensor
 @functools.cache
 def _constant(eps: float) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor([eps], dtype=torch.float32, device="cpu")
+        return torch.full((1,), eps, dtype=torch.float32, device="cpu")
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:

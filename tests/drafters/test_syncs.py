@@ -27,7 +27,8 @@ READS = {
     torch.equal,
     torch.Tensor.equal,
 }
-"""What waits for an accelerator: values or shapes that the host has to know."""
+"""What waits for an accelerator: values or shapes that the host has to know. Tensors made of host values on a device
+wait as well (``specdiff.fast.uploads`` does not)."""
 
 
 def tiny_pair():
@@ -41,7 +42,7 @@ class Reads(TorchFunctionMode):
         self.seen = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in READS:
+        if function in READS or (function is torch.tensor and (kwargs or {}).get("device") is not None):
             self.seen.append(function.__name__)
         return function(*args, **(kwargs or {}))
 
@@ -77,6 +78,16 @@ def test_a_round_reads_back_once(monkeypatch, request_name, rows):
     rounds, out = reads_by_round(monkeypatch, wrapped, ids, pad_token_id=0, **REQUESTS[request_name])
     assert out.stats.proposed > 0
     assert [reads for reads in rounds if reads != ["tolist"]] == []
+
+
+def test_a_tensor_made_on_the_device_is_seen(monkeypatch):
+    """A control: values of the host that are copied in a way that waits."""
+    model, drafts = tiny_pair()
+    monkeypatch.setattr("specdiff.loop.upload", lambda values, device: torch.tensor(values, device=device))
+    rounds, _ = reads_by_round(
+        monkeypatch, SpecDiff(model, drafts, fast="off"), torch.tensor([[3, 4, 5]]), do_sample=False, pad_token_id=0
+    )
+    assert all(reads.count("tensor") > 1 for reads in rounds)
 
 
 def test_a_drafter_that_looks_at_its_limits_is_seen(monkeypatch):
