@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.batches import Batch
-from specdiff.drafters.train.losses import decay_weights, dpace_weights, linear_soft_target_loss
+from specdiff.drafters.train.losses import Variation, decay_weights, dpace_weights, linear_soft_target_loss
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,16 @@ class LossConfig:
     Attributes:
         weighting: "decay" (``exp(-(k-1)/gamma)``) or "dpace".
         gamma: of the decay.
-        hard: share of plain cross-entropy on the target's own top token; the rest is KL to its law.
+        hard: share of plain cross-entropy on the target's own top token; the rest is ``distance`` to its law.
         dpace_floor: see :func:`dpace_weights`.
+        distance: "kl", or "tv" (:func:`total_variation`).
     """
 
     weighting: str = "decay"
     gamma: float = 4.0
     hard: float = 0.1
     dpace_floor: float = 0.5
+    distance: str = "kl"
 
 
 class BlockObjective(nn.Module):
@@ -64,25 +66,24 @@ class BlockObjective(nn.Module):
         slots = states.shape[2]
         columns = self.columns.to(batch.target_ids.device)[batch.target_ids]
         known = columns >= 0
-        soft = batch.target_probs * known
-        hard = torch.zeros_like(soft)
-        hard[..., 0] = (known[..., 0] & batch.present).to(soft.dtype)
-        probs = (1 - self.config.hard) * soft + self.config.hard * hard
-        present = batch.present.to(soft.dtype)
+        hard = torch.zeros_like(batch.target_probs)
+        hard[..., 0] = (known[..., 0] & batch.present).to(hard.dtype)
+        probs = self.config.hard * hard
+        variation: Variation | None = None
+        if self.config.distance == "tv":
+            variation = Variation(batch.target_probs.flatten(0, 2), known.flatten(0, 2), 1 - self.config.hard)
+        else:
+            probs = probs + (1 - self.config.hard) * batch.target_probs * known
+        present = batch.present.to(probs.dtype)
         columns = columns.clamp(min=0)
-        flat_states, flat_columns = states.flatten(0, 2), columns.flatten(0, 2)
+        losses, best, chosen = linear_soft_target_loss(
+            states.flatten(0, 2), self.head, columns.flatten(0, 2), probs.flatten(0, 2), variation
+        )
         if self.config.weighting == "dpace":
-            with torch.no_grad():
-                logits = flat_states.to(self.head.dtype) @ self.head.T
-                first = logits.gather(1, flat_columns[:, :1])[:, 0].float() - logits.float().logsumexp(-1)
-            chance = torch.where(known[..., 0], first.exp().view(present.shape), torch.zeros_like(present))
-            weights = dpace_weights(chance, self.config.dpace_floor)
+            weights = dpace_weights(chosen.view(present.shape) * known[..., 0], self.config.dpace_floor)
         else:
             weights = decay_weights(slots, self.config.gamma).to(present)
-        weights = weights * present
-        loss, best, _ = linear_soft_target_loss(
-            flat_states, self.head, flat_columns, probs.flatten(0, 2), weights.flatten()
-        )
+        loss = (losses * (weights * present).flatten()).sum()
         hit = (best.view(present.shape) == columns[..., 0]) & known[..., 0] & batch.present
         anchors = batch.anchors.numel()
         info = {"hits": hit.sum((0, 1)), "count": batch.present.sum((0, 1)), "loss": loss.detach() / anchors}
