@@ -19,10 +19,6 @@ class NumericalError(SpecDiffError, RuntimeError):
     """The target produced NaN, +inf, or a row without any finite logit. Names the row and the step."""
 
 
-class BusyError(SpecDiffError, RuntimeError):
-    """An object that serves one call at a time is in use by another thread."""
-
-
 class DownloadError(SpecDiffError, OSError):
     """The offline default model could not be fetched, or what was fetched is damaged."""
 

@@ -31,15 +31,3 @@ def choose_vocabulary(documents: Sequence[Document], vocab_size: int, size: int,
     counts += prior * size / (size + np.arange(vocab_size))
     keep = np.argsort(-counts, kind="stable")[: min(size, vocab_size)]
     return torch.from_numpy(np.sort(keep))
-
-
-def coverage(documents: Sequence[Document], draft_ids: Tensor, vocab_size: int) -> float:
-    """Share of response tokens that the draft vocabulary holds."""
-    inside = np.zeros(vocab_size, bool)
-    inside[draft_ids.numpy()] = True
-    hits = total = 0
-    for document in documents:
-        response = document.ids[document.prompt_length :]
-        hits += int(inside[response].sum())
-        total += len(response)
-    return hits / max(total, 1)
