@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from specdiff.drafters.config import DFlashConfig
 from specdiff.drafters.dflash import DFlashDrafter, DFlashModel
+from specdiff.drafters.train.corpus import Document
 from specdiff.drafters.train.data import Corpus
 from specdiff.drafters.train.initialise import config_for, copy_layers, default_taps, fit_direct_path, typical_rms
 from specdiff.drafters.train.vocabulary import choose_vocabulary
@@ -18,6 +18,8 @@ from specdiff.errors import InvalidInputError
 
 FIT_DOCUMENTS = 200
 """Documents that the least squares of the direct path look at."""
+BY_SLOT = ("options.slot.weight", "options.gain.weight")
+"""Weights of a direct drafter with a row for each slot."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def build(target: Any, corpus: Corpus, shape: Shape, seed: int = 0) -> DFlashDra
         num_layers=shape.layers,
         target_layer_ids=taps,
         block_size=shape.block_size,
-        mask_token_id=mask_id(shape, corpus, text.vocab_size) if shape.plain else None,
+        mask_token_id=mask_id(shape, documents, text.vocab_size) if shape.plain else None,
         qk_norm=shape.plain or has_qk_norm(target),
         normalize_taps=not shape.plain,
         direct=not shape.plain,
@@ -135,7 +137,7 @@ def continued(name: str, target: Any, block_size: int | None = None) -> DFlashDr
     weights = drafter.model.state_dict()
     if drafter.config.direct:
         slots = torch.arange(block_size).clamp(max=drafter.block_size - 1)
-        for key in ("options.slot.weight", "options.gain.weight"):
+        for key in BY_SLOT:
             weights[key] = weights[key][slots]
     model.load_state_dict(weights)
     return DFlashDrafter(model, drafter.draft_ids).bind(target)
@@ -153,20 +155,24 @@ def has_qk_norm(target: Any) -> bool:
     return any(name.endswith("self_attn.q_norm.weight") for name, _ in target.named_parameters())
 
 
-def mask_id(shape: Shape, corpus: Corpus, vocab_size: int) -> int:
-    """The mask token of a plain drafter: as given, else the largest id that no training document uses."""
+def mask_id(shape: Shape, documents: Iterable[Document], vocab_size: int) -> int:
+    """The mask token of a plain drafter: as given, else the largest id that no training document uses.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
     if shape.mask_token_id is not None:
         return shape.mask_token_id
     used: set[int] = set()
-    for shard, index in corpus.train:
-        used.update(shard.documents[index].ids.tolist())
-    return next((i for i in range(vocab_size - 1, -1, -1) if i not in used), 0)
-
-
-def parameter_count(config: DFlashConfig) -> int:
-    """Trainable parameters of a drafter with these settings."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in DFlashModel(config).parameters())
+    for document in documents:
+        used.update(document.ids.tolist())
+    free = next((i for i in range(vocab_size - 1, -1, -1) if i not in used), None)
+    if free is None:
+        raise InvalidInputError(
+            "the training text uses every id of the vocabulary, so none is left for the mask of --plain drafters: name "
+            "one that the target hardly ever writes with --mask-token-id"
+        )
+    return free
 
 
 def describe(drafter: DFlashDrafter, taps: Sequence[int]) -> str:

@@ -11,6 +11,8 @@ from specdiff.drafters.train.corpus import Document
 from specdiff.drafters.train.evaluate import Acceptance
 from specdiff.drafters.train.loop import TrainConfig, TrainState
 
+DISTANCES = {"kl": "KL", "tv": "total variation"}
+
 
 def sources(documents: Sequence[Document]) -> str:
     """ "name: documents" of the corpus, most frequent first."""
@@ -46,6 +48,9 @@ def card(
     tokens = sum(len(d) for d in documents)
     vocabulary = len(drafter.draft_ids) if drafter.draft_ids is not None else settings.vocab_size
     parameters = sum(p.numel() for p in drafter.model.parameters())
+    loss = config.loss
+    decay = f"decay weights (gamma {loss.gamma:g})"
+    weights = decay if loss.weighting == "decay" else f"D-PACE weights (floor {loss.dpace_floor:g})"
     kind = "plain DFlash (z-lab layout)" if settings.plain else "DFlash with direct path and sequential head"
     lines = [
         "---",
@@ -69,8 +74,7 @@ def card(
         f"| data | {len(documents)} chats, {tokens} tokens, the target's own responses ({sources(documents)}) |",
         f"| trained on | {state.anchors} anchors in {state.step} steps, {state.seconds / 3600:.2f} hours |",
         f"| recipe | {config.optimizer}, lr {config.lr:g}, {config.rows} documents x {config.anchors} anchors a step, "
-        f"{config.loss.weighting} weights (gamma {config.loss.gamma:g}), {config.loss.hard:g} cross-entropy, "
-        f"rest KL to the target's law |",
+        f"{weights}, {config.loss.hard:g} cross-entropy, rest {DISTANCES[config.loss.distance]} to the target's law |",
     ]
     if held_out is not None:
         shares = ", ".join(f"{share:.2f}" for share in held_out.by_position)

@@ -13,7 +13,7 @@ from specdiff.arguments import at_least, fraction
 from specdiff.drafters.train.build import Shape, continued
 from specdiff.drafters.train.dual import cli as dual
 from specdiff.drafters.train.loop import TrainConfig
-from specdiff.drafters.train.pipeline import Outcome, Plan
+from specdiff.drafters.train.pipeline import Outcome, Plan, is_prompt_file
 from specdiff.drafters.train.regenerate import Recipe
 from specdiff.drafters.train.step import LossConfig
 from specdiff.errors import InvalidInputError
@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 ONLY = {
     "dflash": (
         "start", "plain", "block_size", "layers", "taps", "vocabulary", "init", "correction", "markov_rank",
-        "weighting", "serve_prompts",
+        "weighting", "distance", "serve_prompts",
     ),
     "dual": (
         "rank", "alpha", "block_sizes", "wsd", "drafting", "mask_ratios", "mask_level", "no_complement", "length",
@@ -36,6 +36,10 @@ ONLY = {
     ),
 }  # fmt: skip
 """Options of one kind alone."""
+WRITING: dict[str, float] = {
+    "chats": 2000, "own_share": 0.5, "quote_share": 0.0, "prompt_tokens": 512, "new_tokens": 320
+}  # fmt: skip
+"""Options of text that is written first, with their defaults."""
 
 
 POSITIVE = at_least(0.0, float, above=True)
@@ -57,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget.add_argument("--max-hours", type=POSITIVE, metavar="H", help="of training; the schedule ends there")
     budget.add_argument("--max-steps", type=at_least(1), metavar="N")
     data = parser.add_argument_group("data")
-    data.add_argument("--chats", type=at_least(1), default=2000, help="chats to generate (default %(default)s)")
-    data.add_argument("--own-share", type=fraction, default=0.5, help="share whose prompt the target writes itself")
+    data.add_argument("--chats", type=at_least(1), help="chats to generate (default 2000)")
+    data.add_argument("--own-share", type=fraction, help="share whose prompt the target writes itself (default .5)")
     data.add_argument(
-        "--quote-share", type=fraction, default=0.0,
-        help="share whose prompts quote earlier answers: summaries, questions, translations (default %(default)s)",
+        "--quote-share", type=fraction,
+        help="share whose prompts quote earlier answers: summaries, questions, translations (default 0)",
     )  # fmt: skip
-    data.add_argument("--prompt-tokens", type=at_least(1), default=512, help="longest prompt (default %(default)s)")
-    data.add_argument("--new-tokens", type=at_least(2), default=320, help="longest response (default %(default)s)")
+    data.add_argument("--prompt-tokens", type=at_least(1), help="longest prompt (default 512)")
+    data.add_argument("--new-tokens", type=at_least(2), help="longest response (default 320)")
     data.add_argument("--held-out", type=fraction, default=0.04, help="share kept for evaluation (default %(default)s)")
     shape = parser.add_argument_group("drafter")
     shape.add_argument(
@@ -89,7 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--lr", type=POSITIVE, help="peak rate (default 6e-4; dual: 2e-3)")
     loop.add_argument("--weighting", choices=("decay", "dpace"), default="decay", help="weights of the slots")
     loop.add_argument("--gamma", type=POSITIVE, help="decay exp(-(k-1)/gamma) (default 2.5; dual: 4)")
-    loop.add_argument("--hard", type=fraction, help="share of cross-entropy beside KL (default .2; dual: .3)")
+    loop.add_argument(
+        "--distance", choices=("kl", "tv"), default="kl",
+        help="to the target's law: KL, or total variation over its likeliest tokens and the rest (default %(default)s)",
+    )  # fmt: skip
+    loop.add_argument("--hard", type=fraction, help="share of cross-entropy beside it (default .2; dual: .3)")
     loop.add_argument("--average", type=fraction, help="decay of the weight average, 0: none (default .99; dual: .98)")
     loop.add_argument(
         "--evaluate-every",
@@ -114,10 +122,10 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def settle(args: argparse.Namespace, kind: str) -> None:
-    """Fill in the defaults of ``kind`` and refuse options of the other kind.
+    """Fill in the defaults of ``kind`` and refuse options that would change nothing.
 
     Raises:
-        InvalidInputError: an option was given that ``kind`` does not have.
+        InvalidInputError: an option was given that ``kind`` does not have, or that nothing else given makes use of.
     """
     reference = argparse.ArgumentParser()
     add_arguments(reference)
@@ -127,7 +135,13 @@ def settle(args: argparse.Namespace, kind: str) -> None:
         if wrong:
             flags = ", ".join("--" + n.replace("_", "-") for n in wrong)
             raise InvalidInputError(f"{flags} belongs to --kind {other}, not to --kind {kind}")
-    for name, value in DEFAULTS[kind].items():
+    given = [name for name in WRITING if getattr(args, name) is not None]
+    if given and not any(is_prompt_file(name) for name in args.data):
+        flags = ", ".join("--" + n.replace("_", "-") for n in given)
+        raise InvalidInputError(f"{flags}: for text that is written first, and --data names no .jsonl of prompts")
+    if args.weighting == "dpace" and args.gamma is not None:
+        raise InvalidInputError("--gamma is the decay of --weighting decay; --weighting dpace has none")
+    for name, value in {**DEFAULTS[kind], **WRITING}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
 
@@ -172,7 +186,7 @@ def plan_of(args: argparse.Namespace, name: str, target: Any) -> Plan:
             evaluate_documents=args.evaluate_documents,
             mixed_precision=args.precision,
             seed=args.seed,
-            loss=LossConfig(args.weighting, args.gamma, args.hard),
+            loss=LossConfig(args.weighting, args.gamma, args.hard, distance=args.distance),
         ),
         chats=args.chats,
         recipe=Recipe(

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from specdiff.drafters.train.build import BY_SLOT
 from specdiff.errors import InvalidInputError
 
 FILE = "data.json"
@@ -30,8 +32,24 @@ def target_key(target: Any) -> str:
     return digest.hexdigest()
 
 
+def weights_key(model: nn.Module) -> str:
+    """A short name for the weights of a drafter that is trained further."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        if name in BY_SLOT:  # another block size is another shape, which checkpoints tell themselves
+            continue
+        flat = parameter.detach().reshape(-1)[:: max(1, parameter.numel() // _SAMPLES)]
+        digest.update(name.encode() + flat.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def claim(
-    folder: Path, target: str, recipe: Mapping[str, Any], prompts: Sequence[tuple[str, str]], fresh: bool
+    folder: Path,
+    target: str,
+    recipe: Mapping[str, Any],
+    prompts: Sequence[tuple[str, str]],
+    fresh: bool,
+    training: Mapping[str, str] | None = None,
 ) -> None:
     """Take a run folder for this target and these prompts; what it holds of others is removed, or refused.
 
@@ -40,11 +58,17 @@ def claim(
         target: of :func:`target_key`.
         recipe: how text is generated from the prompts.
         prompts: (text, source); none where only finished shards are trained on.
-        fresh: remove what belongs to other options instead of refusing.
+        fresh: remove what belongs to other options instead of refusing, and any training.
+        training: option to value: what a checkpoint follows from beside its shape. Free while there is no checkpoint,
+            and folders that say nothing of an option are not asked for it.
 
     Raises:
-        InvalidInputError: the folder holds text or features of another target, recipe or prompts.
+        InvalidInputError: the folder holds text or features of another target, recipe or prompts, or the training of
+            other options.
     """
+    if fresh:
+        for name in ("checkpoint", "checkpoint.old", "checkpoint.tmp"):
+            shutil.rmtree(folder / name, ignore_errors=True)
     told = json.dumps(list(map(list, prompts))).encode()
     mine: dict[str, Any] = {
         "target": target,
@@ -63,9 +87,22 @@ def claim(
             f"{folder} holds text made with another {what}: continue it with the same options, remove that text with "
             "--fresh, or choose another --out"
         )
+    begun = dict(held.get("training") or {}) if has_checkpoint(folder) else {}
+    options = dict(training or {})
+    other = [option for option, value in options.items() if begun.get(option, value) != value]
+    if other:
+        raise InvalidInputError(
+            f"{folder} holds a training begun with another {', '.join(other)}: continue it with the same, begin anew "
+            "with --fresh, or choose another --out"
+        )
     if differ:
         for name in ("corpus", "features") if "target" in differ else ("corpus",):
             shutil.rmtree(folder / name, ignore_errors=True)
     kept = {} if differ else {key: value for key, value in held.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**mine, **kept}, indent=1) + "\n")
+    file.write_text(json.dumps({**mine, **kept, "training": {**options, **begun}}, indent=1) + "\n")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run folder holds a training that can go on."""
+    return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))

@@ -12,15 +12,15 @@ from typing import Any
 
 from specdiff.drafters.base import Drafter
 from specdiff.drafters.dflash import DFlashDrafter
-from specdiff.drafters.train.build import Shape, build, describe
+from specdiff.drafters.train.build import Shape, build, describe, mask_id
 from specdiff.drafters.train.card import card
 from specdiff.drafters.train.corpus import Document, expand, read_shard, write_shard
-from specdiff.drafters.train.data import Corpus
+from specdiff.drafters.train.data import Corpus, held_out
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
 from specdiff.drafters.train.features import FeatureWriter, feature_folder
 from specdiff.drafters.train.generate import Generate, Trace
 from specdiff.drafters.train.loop import TrainConfig, TrainState, read_checkpoint
-from specdiff.drafters.train.manifest import claim, target_key
+from specdiff.drafters.train.manifest import claim, has_checkpoint, target_key, weights_key
 from specdiff.drafters.train.quoting import Passage, as_passages
 from specdiff.drafters.train.regenerate import Recipe, read_prompts, regenerate
 from specdiff.drafters.train.trainer import Trainer
@@ -93,14 +93,20 @@ class Outcome:
     served: dict[str, dict[str, Any]]
 
 
+def is_prompt_file(name: str) -> bool:
+    """Whether data of this name are prompts to be answered first, not finished text."""
+    return name.endswith((".jsonl", ".json"))
+
+
 def prompts_of(plan: Plan) -> list[tuple[str, str]]:
     """The prompts of the plan's JSONL files."""
-    return [p for name in plan.data if name.endswith((".jsonl", ".json")) for p in read_prompts(name)]
+    return [p for name in plan.data if is_prompt_file(name) for p in read_prompts(name)]
 
 
 def claim_folder(plan: Plan, target: Any) -> None:
     """See :func:`specdiff.drafters.train.manifest.claim`."""
-    claim(plan.folder, target_key(target), asdict(plan.recipe), prompts_of(plan), not plan.resume)
+    training = {"--from": weights_key(plan.start.model) if plan.start is not None else "nothing"}
+    claim(plan.folder, target_key(target), asdict(plan.recipe), prompts_of(plan), not plan.resume, training)
 
 
 def corpus_shards(
@@ -113,7 +119,7 @@ def corpus_shards(
     then, goes into a file beside it.
     """
     prompts = prompts_of(plan)
-    patterns = [name for name in plan.data if not name.endswith((".jsonl", ".json"))]
+    patterns = [name for name in plan.data if not is_prompt_file(name)]
     if not prompts:
         return patterns
     where = plan.folder / "corpus"
@@ -213,7 +219,11 @@ def run(
         raise InvalidInputError(f"no corpus shards in {list(plan.data)}")
     taps = plan.taps(target)
     corpus = Corpus(patterns, plan.folder / "features", taps, plan.top, plan.held_out, target)
-    total = sum(len(d) for path in expand(patterns) for d in read_shard(path))
+    documents = [d for path in expand(patterns) for d in read_shard(path)]
+    total = sum(map(len, documents))
+    if plan.start is None and plan.shape.plain and not has_checkpoint(plan.folder):  # told before the work, not after
+        kept = (d for d in documents if not held_out(d, plan.held_out))
+        mask_id(plan.shape, kept, target.config.get_text_config().vocab_size)
     seen = [0]
 
     def count(tokens: int) -> None:
