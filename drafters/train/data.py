@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,20 @@ from typing import Any
 import numpy as np
 
 from specdiff.drafters.train.batches import Batch, collate, draw_anchors
-from specdiff.drafters.train.corpus import Document, expand
-from specdiff.drafters.train.features import Features, FeatureShard, feature_folder, open_or_extract
+from specdiff.drafters.train.corpus import Document, expand, read_shard
+from specdiff.drafters.train.features import (
+    Features,
+    FeatureShard,
+    LiveShard,
+    Shard,
+    feature_folder,
+    open_or_extract,
+    read_items,
+)
+from specdiff.drafters.train.overlap import holding
 from specdiff.errors import InvalidInputError
+
+logger = logging.getLogger(__name__)
 
 
 def held_out(document: Document, share: float) -> bool:
@@ -33,6 +45,7 @@ class Corpus:
         top: logits kept per position.
         share: share of documents held out.
         model: the target, to compute features that are missing; None to use only what is there.
+        taboo: n-grams; a document that holds one of them is left out.
     """
 
     patterns: Sequence[str]
@@ -41,15 +54,18 @@ class Corpus:
     top: int = 32
     share: float = 0.04
     model: Any = None
+    taboo: Set[tuple[int, ...]] = frozenset()
 
     def __post_init__(self) -> None:
-        self.known: dict[Path, FeatureShard] = {}
+        self.known: dict[Path, Shard] = {}
+        self._left_out: dict[Path, set[int]] = {}
+        self._told = False
         self._forget()
 
     def _forget(self) -> None:
-        self.shards: dict[Path, FeatureShard] = {}
-        self.train: list[tuple[FeatureShard, int]] = []
-        self.held: list[tuple[FeatureShard, int]] = []
+        self.shards: dict[Path, Shard] = {}
+        self.train: list[tuple[Shard, int]] = []
+        self.held: list[tuple[Shard, int]] = []
         self.tokens = 0
 
     def rescan(
@@ -68,15 +84,50 @@ class Corpus:
                 unread = self.model is None and not (feature_folder(self.store, path) / "meta.json").exists()
                 if only_known or unread:
                     continue
-                self.known[path] = open_or_extract(self.model, path, self.store, self.taps, self.top, on_progress)
+                self._know(path, open_or_extract(self.model, path, self.store, self.taps, self.top, on_progress))
             self._take(path)
             added += 1
         return added
 
+    def _know(self, path: Path, shard: Shard) -> None:
+        self.known[path] = shard
+        self._left_out[path] = set(holding((d.ids for d in shard.documents), self.taboo))
+        if isinstance(shard, LiveShard) and not self._told:
+            self._told = True
+            logger.warning(
+                "the disk of %s has no room for the features of %s: they are computed again whenever they are trained "
+                "on, which takes longer. With more free space, start again to store them",
+                self.store,
+                path.name,
+            )
+
+    @property
+    def excluded(self) -> int:
+        """Documents of the shards that were taken in that are left out for what they hold of ``taboo``."""
+        return sum(len(self._left_out[path]) for path in self.shards)
+
+    def found(self) -> list[tuple[Path, bool]]:
+        """The shards that were taken in, and whether their features are stored: what :meth:`adopt` needs."""
+        return [(path, not isinstance(shard, LiveShard)) for path, shard in self.shards.items()]
+
+    def adopt(self, found: Sequence[tuple[Path, bool]]) -> None:
+        """Take in what another process :meth:`found`, no more and no less."""
+        self._forget()
+        for path, stored in found:
+            documents = read_shard(path)
+            folder = feature_folder(self.store, path, documents)
+            shard: Shard
+            if stored:
+                shard = FeatureShard(folder, documents, self.taps)
+            else:
+                shard = LiveShard(folder.name, documents, self.model, self.taps, self.top)
+            self._know(path, shard)
+            self._take(path)
+
     def _take(self, path: Path) -> None:
         shard = self.shards[path] = self.known[path]
         for i, document in enumerate(shard.documents):
-            if len(document) - document.prompt_length < 2:
+            if len(document) - document.prompt_length < 2 or i in self._left_out[path]:
                 continue
             if held_out(document, self.share):
                 self.held.append((shard, i))
@@ -140,5 +191,5 @@ class Corpus:
             if number < skip:
                 continue
             mine = plan[j][rank * rows : (rank + 1) * rows]
-            items = [self.train[d][0][self.train[d][1]] for d in mine]
+            items = read_items([self.train[d] for d in mine])
             yield collate(items, [draw_anchors(item, anchors, seeds) for item in items], block)

@@ -1,4 +1,5 @@
-"""What the target says about the corpus: taps and top logits, computed once and kept on disk as memory-mapped float16.
+"""What the target says about the corpus: taps and top logits, computed once and kept on disk as memory-mapped float16,
+or computed whenever they are asked for where the disk has no room.
 
 One folder per corpus shard. With 4 taps of a 576-wide model and 32 logits that is 4.8 KB a token.
 """
@@ -11,6 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from specdiff.errors import FormatError, InvalidInputError
 logger = logging.getLogger(__name__)
 
 FLOAT16_MAX = 65504.0
+KEPT_FREE = 2 << 30
+"""Bytes of the disk that features leave to others, the run's checkpoints among them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,29 +91,63 @@ def extract(
         batch_tokens: padded tokens per target pass.
         on_progress: called with the number of tokens just done.
     """
+    lens = [len(d) for d in documents]
+    writer = FeatureWriter(folder, lens, checked(model, taps), top, model.config.get_text_config().hidden_size)
+    for batch in _batches(documents, batch_tokens):
+        for i, item in zip(batch, compute(model, [documents[i] for i in batch], taps, top), strict=True):
+            writer.put(i, item.taps, item.top_ids, item.top_logprobs)
+        if on_progress:
+            on_progress(sum(lens[i] for i in batch))
+    writer.finish()
+
+
+def checked(model: Any, taps: Sequence[int]) -> Sequence[int]:
+    """``taps``, if they are layers of ``model``.
+
+    Raises:
+        InvalidInputError: they are not.
+    """
     layers = model.config.get_text_config().num_hidden_layers
     if not taps or not all(0 <= t < layers for t in taps):
         raise InvalidInputError(f"taps {tuple(taps)} must be layer ids in 0..{layers - 1}")
+    return taps
+
+
+def compute(model: Any, documents: Sequence[Document], taps: Sequence[int], top: int) -> list[Features]:
+    """Features of documents in one pass of the target."""
     lens = [len(d) for d in documents]
-    writer = FeatureWriter(folder, lens, taps, top, model.config.get_text_config().hidden_size)
-    device = next(model.parameters()).device
-    clipped = 0
-    for batch in _batches(documents, batch_tokens):
-        ids = torch.zeros(len(batch), max(lens[i] for i in batch), dtype=torch.long)
-        for row, i in enumerate(batch):
-            ids[row, : lens[i]] = torch.from_numpy(documents[i].ids)
-        states, top_ids, logprobs = target_pass(model, ids.to(device), taps, top)
-        states = states.float()
-        clipped += int((states.abs() > FLOAT16_MAX).sum())
-        states16 = states.clamp(-FLOAT16_MAX, FLOAT16_MAX).half().cpu().numpy()
-        top_ids_np, logprobs_np = top_ids.cpu().numpy(), logprobs.clamp(min=-60000).half().cpu().numpy()
-        for row, i in enumerate(batch):
-            writer.put(i, states16[row, : lens[i]], top_ids_np[row, : lens[i]], logprobs_np[row, : lens[i]])
-        if on_progress:
-            on_progress(sum(lens[i] for i in batch))
-    if clipped:
-        logger.warning("%d tap values exceeded float16 and were clipped", clipped)
-    writer.finish()
+    ids = torch.zeros(len(documents), max(lens), dtype=torch.long)
+    for row, document in enumerate(documents):
+        ids[row, : lens[row]] = torch.from_numpy(document.ids)
+    states, top_ids, logprobs = target_pass(model, ids.to(next(model.parameters()).device), taps, top)
+    states = states.float()
+    if bool((states.abs() > FLOAT16_MAX).any()):
+        _tell_clipped()
+    found = (
+        states.clamp(-FLOAT16_MAX, FLOAT16_MAX).half().cpu().numpy(),
+        top_ids.int().cpu().numpy(),
+        logprobs.clamp(min=-60000).half().cpu().numpy(),
+    )
+    return [Features(document, *(f[row, : lens[row]] for f in found)) for row, document in enumerate(documents)]
+
+
+@cache
+def _tell_clipped() -> None:
+    """Once is enough."""
+    logger.warning("tap values beyond float16 are clipped")
+
+
+def has_room(store: Path, tokens: int, width: int, top: int) -> bool:
+    """Whether the disk of ``store`` takes features of that many tokens and leaves :data:`KEPT_FREE`.
+
+    Args:
+        store: where they would be written; it need not exist yet.
+        tokens: of the texts.
+        width: numbers per token of all taps.
+        top: logits kept per token.
+    """
+    there = next(folder for folder in (store, *store.absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free - tokens * (2 * width + 6 * top) >= KEPT_FREE
 
 
 class FeatureWriter:
@@ -188,6 +226,41 @@ class FeatureShard:
         )
 
 
+class LiveShard:
+    """Features of one corpus shard that are not stored: each time they are asked for, the target computes them.
+
+    Args:
+        name: as a stored shard of this text would have.
+        documents: the shard's documents.
+        model: the target.
+        taps: layer ids.
+        top: logits per position.
+    """
+
+    def __init__(self, name: str, documents: Sequence[Document], model: Any, taps: Sequence[int], top: int) -> None:
+        self.name, self.documents = name, list(documents)
+        self.model, self.taps, self.top = model, list(checked(model, taps)), top
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Features:
+        return compute(self.model, [self.documents[index]], self.taps, self.top)[0]
+
+
+Shard = FeatureShard | LiveShard
+
+
+def read_items(picks: Sequence[tuple[Shard, int]]) -> list[Features]:
+    """Features of documents of shards, those that are not stored in one pass of the target."""
+    live = [(shard, i) for shard, i in picks if isinstance(shard, LiveShard)]
+    made: Iterator[Features] = iter(())
+    if live:
+        first = live[0][0]
+        made = iter(compute(first.model, [shard.documents[i] for shard, i in live], first.taps, first.top))
+    return [next(made) if isinstance(shard, LiveShard) else shard[i] for shard, i in picks]
+
+
 def feature_folder(store: Path, shard: Path, documents: Sequence[Document] | None = None) -> Path:
     """Where the features of a shard lie: by its name and its ids, since shards of two runs may have the same name.
 
@@ -210,10 +283,14 @@ def open_or_extract(
     taps: Sequence[int],
     top: int = 32,
     on_progress: Callable[[int], None] | None = None,
-) -> FeatureShard:
-    """Features of a corpus shard from ``store``, computed first if they are not there yet."""
+) -> Shard:
+    """Features of a corpus shard from ``store``, computed first if they are not there yet; where the disk has no room,
+    they are computed whenever they are asked for."""
     documents = read_shard(shard)
     folder = feature_folder(store, shard, documents)
     if not (folder / "meta.json").exists():
+        tokens, hidden = sum(map(len, documents)), model.config.get_text_config().hidden_size
+        if not has_room(store, tokens, len(taps) * hidden, top):
+            return LiveShard(folder.name, documents, model, taps, top)
         extract(model, documents, folder, taps, top, on_progress=on_progress)
     return FeatureShard(folder, documents, taps)

@@ -50,8 +50,17 @@ class Recipe:
     seed: int = 0
 
 
-def read_prompts(path: str | Path) -> list[tuple[str, str]]:
-    """(prompt, source) of a JSONL file whose lines hold ``prompt`` (a string) or ``turns`` (the first one is taken).
+def is_prompt_file(name: str) -> bool:
+    """Whether data of this name are prompts to be answered first, not finished text."""
+    return name.endswith((".jsonl", ".json"))
+
+
+def read_prompts(path: str | Path, every_turn: bool = False) -> list[tuple[str, str]]:
+    """(prompt, source) of a JSONL file whose lines hold ``prompt`` (a string) or ``turns`` (a list of strings).
+
+    Args:
+        path: the file.
+        every_turn: a prompt of each turn, instead of the first one.
 
     Raises:
         FormatError: a line has neither.
@@ -64,12 +73,13 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
             raise FormatError(f"{path}, line {number}: not JSON ({error.msg})") from error
-        turns = entry.get("turns") if isinstance(entry, dict) else None
-        turns = turns if isinstance(turns, list) else None
-        text = (entry.get("prompt") or (turns[0] if turns else None)) if isinstance(entry, dict) else None
-        if not isinstance(text, str):
+        entry = entry if isinstance(entry, dict) else {}
+        turns = entry.get("turns")
+        texts = [entry["prompt"]] if entry.get("prompt") else turns if isinstance(turns, list) else []
+        texts = texts if every_turn else texts[:1]
+        if not texts or not all(isinstance(text, str) for text in texts):
             raise FormatError(f"{path}, line {number}: needs a string 'prompt' or a list 'turns'")
-        found.append((text, str(entry.get("source", ""))))
+        found += [(text, str(entry.get("source", ""))) for text in texts]
     return found
 
 

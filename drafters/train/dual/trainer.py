@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specdiff.drafters.train.dual.config import DualConfig, largest_block, openn
 from specdiff.drafters.train.dual.noise import NoisyBatch, Row, make_batch, pack_rows
 from specdiff.drafters.train.dual.objective import DualObjective
 from specdiff.drafters.train.loop import Loop, TrainConfig, TrainState
+from specdiff.drafters.train.overlap import holding
 from specdiff.drafters.train.precision import accelerator_for
 from specdiff.errors import InvalidInputError
 
@@ -61,10 +62,16 @@ class Documents:
         patterns: files, folders or glob patterns of corpus shards.
         config: cutting and packing.
         share: share of documents held out.
+        taboo: n-grams; a document that holds one of them is left out.
     """
 
-    def __init__(self, patterns: Sequence[str], config: DualConfig, share: float) -> None:
+    def __init__(
+        self, patterns: Sequence[str], config: DualConfig, share: float, taboo: Set[tuple[int, ...]] = frozenset()
+    ) -> None:
         documents = [d for path in expand(patterns) for d in read_shard(path)]
+        out = set(holding((d.ids for d in documents), taboo))
+        self.excluded = len(out)
+        documents = [d for i, d in enumerate(documents) if i not in out]
         self.train = [d for d in documents if not held_out(d, share)]
         self.rows: list[Row] = pack_rows(self.train, config.length, config.pack)
         self.held = [d for d in documents if held_out(d, share) and d.temperature == 0]
