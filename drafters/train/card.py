@@ -29,6 +29,8 @@ def card(
     state: TrainState,
     held_out: Acceptance | None,
     served: dict[str, Any] | None = None,
+    repeat: Sequence[str] = (),
+    curve: Sequence[str] = (),
     licence: str = "apache-2.0",
 ) -> str:
     """Markdown with the metadata block of the hub.
@@ -41,7 +43,9 @@ def card(
         config: how.
         state: how far.
         held_out: acceptance on held-out documents.
-        served: lines of the serving-path evaluation, name to value.
+        served: lines of the serving-path evaluation and others, name to value.
+        repeat: table rows that let one repeat the run.
+        curve: a table of tau against tokens and hours.
         licence: of the weights.
     """
     settings = drafter.config
@@ -80,6 +84,9 @@ def card(
         shares = ", ".join(f"{share:.2f}" for share in held_out.by_position)
         lines.append(f"| held-out greedy tau | {held_out.tau:.2f} (accepted through slot 1, 2, ...: {shares}) |")
     lines += [f"| {key} | {value} |" for key, value in (served or {}).items()]
+    lines += repeat
+    if curve:
+        lines += ["", "Held-out tau against tokens and hours of training:", "", *curve]
     lines += [
         "",
         "tau is new tokens per target pass in greedy decoding; held-out text is the target's own greedy text that",

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -119,6 +119,7 @@ class Loop:
         self.peaks = [[g["lr"] for g in o.param_groups] for o in self.optimizers]
         self.average = Average(module, config.average) if config.average else None
         self.state = TrainState()
+        self.began = TrainState()
         folder.mkdir(parents=True, exist_ok=True)
 
     # what a kind of drafter adds ------------------------------------------------------------------------------------
@@ -155,6 +156,16 @@ class Loop:
             shares.append(self.state.step / self.config.max_steps)
         return max(shares)
 
+    def rates(self) -> dict[str, float]:
+        """Tokens and anchors per second of this run, of all processes together; evaluations not counted."""
+        seconds = self.state.seconds - self.began.seconds
+        if seconds <= 0:
+            return {}
+        return {
+            "tokens_per_second": (self.state.tokens - self.began.tokens) / seconds,
+            "anchors_per_second": (self.state.anchors - self.began.anchors) / seconds,
+        }
+
     def _agreed(self, value: float) -> float:
         """The main process's value, on every process."""
         if self.accelerator.num_processes == 1:
@@ -168,13 +179,15 @@ class Loop:
         if not (self.config.max_hours or self.config.max_steps):
             raise ValueError("give max_hours or max_steps")
         next_evaluation = self.state.seconds + 60 * self.config.evaluate_every
-        clock = time.monotonic()
+        self.began, clock = replace(self.state), time.monotonic()
         done = self._agreed(self.progress()) >= 1
         while not done:
             for batch in self.batches():
-                self._step(batch.to(self.accelerator.device), self._agreed(self.progress()))
+                info = self._step(batch.to(self.accelerator.device), self._agreed(self.progress()))
                 now = time.monotonic()
                 self.state.seconds, clock = self.state.seconds + now - clock, now
+                if self.on_step:
+                    self.on_step(self.state, measured(info) | self.rates())
                 done = self._agreed(self.progress()) >= 1
                 if done or self._agreed(self.state.seconds) >= next_evaluation:
                     if self.accelerator.is_main_process:
@@ -189,12 +202,11 @@ class Loop:
             self.accelerator.wait_for_everyone()
         return self.state
 
-    def _step(self, batch: Any, progress: float) -> None:
+    def _step(self, batch: Any, progress: float) -> dict[str, Any]:
         factor = schedule(progress, self.config.warmup)
         for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * factor
-        started = time.monotonic()
         with self.accelerator.autocast():
             loss, info = self.objective(batch)
         self.accelerator.backward(loss)
@@ -208,11 +220,7 @@ class Loop:
         self.state.step, self.state.position = self.state.step + 1, self.state.position + 1
         self.state.tokens += int(batch.valid.sum()) * world
         self.state.anchors += batch.anchors.numel() * world
-        if self.on_step:
-            hits = (info["hits"] / info["count"].clamp(min=1)).tolist()
-            took = time.monotonic() - started
-            measured = {"loss": float(info["loss"]), "accuracy": hits, "norm": float(norm), "lr": factor, "took": took}
-            self.on_step(self.state, measured | {"progress": progress, "slots": int(info["count"].sum())})
+        return info | {"norm": norm, "lr": factor, "progress": progress}
 
     # evaluation and checkpoints -------------------------------------------------------------------------------------
 
@@ -236,7 +244,7 @@ class Loop:
         result: Evaluation | None = self._averaged(measured)
         if result is None:
             return None
-        line = asdict(self.state) | result.numbers | {"hours": self.state.seconds / 3600}
+        line = asdict(self.state) | result.numbers | {"hours": self.state.seconds / 3600} | self.rates()
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
         logger.info("step %d: held-out tau %.3f", self.state.step, result.tau)
@@ -309,6 +317,13 @@ class Loop:
                 f"{folder} is the checkpoint of a run with other options ({why}): continue it with the same ones, "
                 "begin anew with --fresh, or choose another --out"
             )
+
+
+def measured(info: dict[str, Any]) -> dict[str, Any]:
+    """What a step's info says in plain numbers; waits for the device."""
+    hits = (info["hits"] / info["count"].clamp(min=1)).tolist()
+    numbers = {"loss": float(info["loss"]), "accuracy": hits, "norm": float(info["norm"])}
+    return numbers | {"lr": info["lr"], "progress": info["progress"]}
 
 
 def read_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]] | None:
