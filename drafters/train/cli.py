@@ -13,8 +13,8 @@ from specdiff.arguments import at_least, fraction
 from specdiff.drafters.train.build import Shape, continued
 from specdiff.drafters.train.dual import cli as dual
 from specdiff.drafters.train.loop import TrainConfig
-from specdiff.drafters.train.pipeline import Outcome, Plan, is_prompt_file
-from specdiff.drafters.train.regenerate import Recipe
+from specdiff.drafters.train.pipeline import Outcome, Plan
+from specdiff.drafters.train.regenerate import Recipe, is_prompt_file
 from specdiff.drafters.train.step import LossConfig
 from specdiff.errors import InvalidInputError
 
@@ -70,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--prompt-tokens", type=at_least(1), help="longest prompt (default 512)")
     data.add_argument("--new-tokens", type=at_least(2), help="longest response (default 320)")
     data.add_argument("--held-out", type=fraction, default=0.04, help="share kept for evaluation (default %(default)s)")
+    data.add_argument(
+        "--exclude", action="append", default=[], metavar="FILE",
+        help="leave out text that shares 13 tokens in a row with these prompts (.jsonl); may be given often",
+    )  # fmt: skip
     shape = parser.add_argument_group("drafter")
     shape.add_argument(
         "--from", dest="start", metavar="DRAFTER",
@@ -174,6 +178,7 @@ def plan_of(args: argparse.Namespace, name: str, target: Any) -> Plan:
         folder=args.out,
         shape=Shape(**given),
         start=continued(args.start, target, args.block_size) if args.start is not None else None,
+        start_name=args.start,
         config=TrainConfig(
             max_hours=args.max_hours,
             max_steps=args.max_steps,
@@ -197,25 +202,38 @@ def plan_of(args: argparse.Namespace, name: str, target: Any) -> Plan:
             seed=args.seed,
         ),
         held_out=args.held_out,
+        exclude=args.exclude,
         served_prompts=args.serve_prompts,
         resume=not args.fresh,
         name=name,
+        command=command_words(args),
     )
 
 
-class Display:
-    """Progress bars with the time left on a terminal; elsewhere a line every half minute."""
+def command_words(args: argparse.Namespace) -> list[str]:
+    """The command line that was given, without a secret; empty where there was none."""
+    words = getattr(args, "words", [])
+    return [word.replace(args.token, "TOKEN") if args.token else word for word in words]
 
-    def __init__(self, interval: float = 30.0) -> None:
+
+class Display:
+    """Progress bars with the time left on a terminal; elsewhere a line every half minute.
+
+    Args:
+        interval: seconds between lines.
+        shown: False shows nothing (one of several processes speaks for all).
+    """
+
+    def __init__(self, interval: float = 30.0, shown: bool = True) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         console = Console(file=sys.stderr)
-        self._live = console.is_terminal
+        self._live, self._shown = console.is_terminal and shown, shown
         columns = (TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
         self._tasks: dict[str, Any] = {}
-        self._began: dict[str, float] = {}
+        self._began: dict[str, tuple[float, float]] = {}
         self._told: dict[str, float] = {}
         self._interval = interval
 
@@ -230,19 +248,30 @@ class Display:
 
     def __call__(self, stage: str, done: float, total: float | None, note: str) -> None:
         """Show where a stage is."""
+        if not self._shown:
+            return
         if self._live:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(stage, total=total, note=note)
             self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
             return
         now = time.monotonic()
-        began = self._began.setdefault(stage, now)
+        began, first = self._began.setdefault(stage, (now, done))
         if now - self._told.get(stage, -1e9) < self._interval and done != total:
             return
         self._told[stage] = now
-        left = f", {(now - began) * (total - done) / done / 60:.0f} min left" if total and done and now > began else ""
+        seconds = time_left(now - began, done - first, total - done) if total is not None else None
+        left = f", {seconds / 60:.0f} min left" if seconds is not None else ""
         share = f" {100 * done / total:.0f}%" if total else ""
         print(f"{stage}{share}{left}: {note}", file=sys.stderr, flush=True)
+
+
+def time_left(elapsed: float, done: float, left: float) -> float | None:
+    """Seconds for what is left, at the pace of what was ``done`` in ``elapsed`` seconds; None where there is no pace.
+
+    Both are this run's: what an earlier one did cost no time here.
+    """
+    return elapsed * left / done if done > 0 and elapsed > 0 else None
 
 
 def show(outcome: Outcome, folder: Path) -> None:
@@ -252,4 +281,6 @@ def show(outcome: Outcome, folder: Path) -> None:
         shares = " ".join(f"{s:.3f}" for s in outcome.held_out.by_position)
         print(f"held-out greedy tau {outcome.held_out.tau:.3f}, accepted through slot 1, 2, ...: {shares}")
     for name, values in outcome.served.items():
-        print(f"served greedy tau, {name}: {values['tau']:.3f}")
+        rest = values.get("without_loops")
+        beside = f", without {values['loops']} looping answers {rest['tau']:.3f}" if rest and values["loops"] else ""
+        print(f"served greedy tau, {name}: {values['tau']:.3f}{beside}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from specdiff.drafters.train import speed
 from specdiff.drafters.train.build import BY_SLOT
 from specdiff.errors import InvalidInputError
 
@@ -30,6 +31,11 @@ def target_key(target: Any) -> str:
             flat[:: max(1, flat.numel() // _SAMPLES)].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
         )
     return digest.hexdigest()
+
+
+def text_key(texts: Sequence[Any]) -> str:
+    """A short name for texts."""
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
 
 
 def weights_key(model: nn.Module) -> str:
@@ -69,11 +75,10 @@ def claim(
     if fresh:
         for name in ("checkpoint", "checkpoint.old", "checkpoint.tmp"):
             shutil.rmtree(folder / name, ignore_errors=True)
-    told = json.dumps(list(map(list, prompts))).encode()
     mine: dict[str, Any] = {
         "target": target,
         "recipe": json.loads(json.dumps(recipe)) if prompts else None,
-        "prompts": hashlib.blake2b(told, digest_size=8).hexdigest() if prompts else None,
+        "prompts": text_key(list(map(list, prompts))) if prompts else None,
     }
     file = folder / FILE
     held: dict[str, Any] = json.loads(file.read_text()) if file.exists() else mine
@@ -98,6 +103,7 @@ def claim(
     if differ:
         for name in ("corpus", "features") if "target" in differ else ("corpus",):
             shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / speed.FILE).unlink(missing_ok=True)
     kept = {} if differ else {key: value for key, value in held.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({**mine, **kept, "training": {**options, **begun}}, indent=1) + "\n")

@@ -3,9 +3,8 @@ resumed."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,19 @@ from typing import Any
 from specdiff.drafters.base import Drafter
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.train.build import Shape, build, describe, mask_id
-from specdiff.drafters.train.card import card
 from specdiff.drafters.train.corpus import Document, expand, read_shard, write_shard
 from specdiff.drafters.train.data import Corpus, held_out
 from specdiff.drafters.train.evaluate import Acceptance, evaluate
-from specdiff.drafters.train.features import FeatureWriter, feature_folder
+from specdiff.drafters.train.features import Features, FeatureWriter, feature_folder, has_room
 from specdiff.drafters.train.generate import Generate, Trace
 from specdiff.drafters.train.loop import TrainConfig, TrainState, read_checkpoint
-from specdiff.drafters.train.manifest import claim, has_checkpoint, target_key, weights_key
+from specdiff.drafters.train.manifest import claim, has_checkpoint, target_key, text_key, weights_key
+from specdiff.drafters.train.overlap import N, taboo_of
+from specdiff.drafters.train.processes import processes
 from specdiff.drafters.train.quoting import Passage, as_passages
-from specdiff.drafters.train.regenerate import Recipe, read_prompts, regenerate
+from specdiff.drafters.train.regenerate import Recipe, Template, is_prompt_file, read_prompts, regenerate
+from specdiff.drafters.train.report import report
+from specdiff.drafters.train.speed import Meter
 from specdiff.drafters.train.trainer import Trainer
 from specdiff.errors import InvalidInputError
 
@@ -31,8 +33,9 @@ logger = logging.getLogger(__name__)
 SHARD_DOCUMENTS = 256
 """Chats per generated shard; training takes shards in as they appear."""
 
-Serve = Callable[[Drafter, Sequence[Sequence[int]], int], dict[str, Any]]
-"""``(drafter, prompts as ids, max_new_tokens) -> {"tau": ..., ...}``: greedy decoding in the serving path."""
+Serve = Callable[[Drafter, Iterable[Sequence[int]], int], dict[str, Any]]
+"""``(drafter, prompts as ids, max_new_tokens) -> {"tau": ..., "by_position": ..., ...}``: greedy decoding in the
+serving path."""
 Progress = Callable[[str, float, float | None, str], None]
 """``(stage, done, total, note)``: called often; total None where it is not known."""
 
@@ -55,6 +58,9 @@ class Plan:
         served_tokens: new tokens for each.
         resume: continue an earlier run of the folder.
         name: what the card calls the target.
+        exclude: JSONL files of prompts; documents that share a 13-gram with one are left out.
+        start_name: what ``start`` was loaded by, for the report.
+        command: the words of the command line, for the report.
     """
 
     data: Sequence[str]
@@ -70,6 +76,9 @@ class Plan:
     served_tokens: int = 96
     resume: bool = True
     name: str = "the target"
+    exclude: Sequence[str] = ()
+    start_name: str | None = None
+    command: Sequence[str] = ()
 
     def taps(self, target: Any) -> tuple[int, ...]:
         """Target layers that the drafter reads."""
@@ -93,30 +102,46 @@ class Outcome:
     served: dict[str, dict[str, Any]]
 
 
-def is_prompt_file(name: str) -> bool:
-    """Whether data of this name are prompts to be answered first, not finished text."""
-    return name.endswith((".jsonl", ".json"))
-
-
 def prompts_of(plan: Plan) -> list[tuple[str, str]]:
     """The prompts of the plan's JSONL files."""
     return [p for name in plan.data if is_prompt_file(name) for p in read_prompts(name)]
 
 
+def excluded_ngrams(plan: Plan, tokenizer: Any) -> set[tuple[int, ...]]:
+    """The n-grams that no document may hold: those of the prompts to exclude, but for what the chat template says."""
+    if not plan.exclude:
+        return set()
+    if tokenizer is None:
+        raise InvalidInputError("prompts to exclude need a tokenizer")
+    texts = [text for name in plan.exclude for text, _ in read_prompts(name, every_turn=True)]
+    held = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    short = sum(len(ids) < N for ids in held)
+    if short:
+        logger.warning(
+            "%d of the %d texts to exclude have fewer than %d tokens: nothing is found by them", short, len(held), N
+        )
+    template = Template.of(tokenizer) if getattr(tokenizer, "chat_template", None) else Template([], [])
+    return taboo_of(held, [template.before, template.after])
+
+
 def claim_folder(plan: Plan, target: Any) -> None:
     """See :func:`specdiff.drafters.train.manifest.claim`."""
-    training = {"--from": weights_key(plan.start.model) if plan.start is not None else "nothing"}
+    training = {
+        "--from": weights_key(plan.start.model) if plan.start is not None else "nothing",
+        "--exclude": text_key([text for name in plan.exclude for text, _ in read_prompts(name, every_turn=True)]),
+    }
     claim(plan.folder, target_key(target), asdict(plan.recipe), prompts_of(plan), not plan.resume, training)
 
 
 def corpus_shards(
-    plan: Plan, generate: Generate | None, tokenizer: Any, tell: Progress, main: bool = True
+    plan: Plan, generate: Generate | None, tokenizer: Any, tell: Progress, rank: int = 0, world: int = 1
 ) -> list[str]:
     """Stage 1. Patterns of corpus shards; JSONL prompts are turned into shards under ``folder/corpus`` first.
 
     Shards that an earlier run finished are kept; a shard is generated from its own seed, so a resumed run gives the
     same corpus as one that was not interrupted. What is missing from the last one, because fewer chats were asked for
-    then, goes into a file beside it.
+    then, goes into a file beside it. Of several processes each writes every ``world``-th shard; where prompts quote
+    earlier answers, the first process writes all, one after the other.
     """
     prompts = prompts_of(plan)
     patterns = [name for name in plan.data if not is_prompt_file(name)]
@@ -124,20 +149,29 @@ def corpus_shards(
         return patterns
     where = plan.folder / "corpus"
     where.mkdir(parents=True, exist_ok=True)
-    if not main:
-        return [*patterns, str(where)]
+    found = [*patterns, str(where)]
+    if plan.recipe.quote_share:
+        if rank:
+            return found
+        world = 1
     if generate is None or tokenizer is None:
         raise InvalidInputError("prompts need a tokenizer and a way to generate; give corpus shards (.npz) instead")
     quoted: list[Passage] = []
     if plan.recipe.quote_share:
         quoted = [p for path in expand(patterns) for p in as_passages(read_shard(path), tokenizer)]
-    for number in range(-(-plan.chats // SHARD_DOCUMENTS)):
+    meter = Meter()
+
+    def written(done: int, document: Document) -> None:
+        tell("generate", done, plan.chats, "answers " + meter.add(len(document) - document.prompt_length))
+
+    for number in range(rank, -(-plan.chats // SHARD_DOCUMENTS), world):
         held = [d for path in parts(where, number) for d in read_shard(path)]
         if len(held) < min(SHARD_DOCUMENTS, plan.chats - number * SHARD_DOCUMENTS):
-            held += write_own_shard(plan, where, number, len(held), generate, tokenizer, prompts, quoted, tell)
+            held += write_own_shard(plan, where, number, len(held), generate, tokenizer, prompts, quoted, written)
+            meter.save(plan.folder, "generate", rank)
         if plan.recipe.quote_share:
             quoted += as_passages(held, tokenizer)
-    return [*patterns, str(where)]
+    return found
 
 
 def parts(where: Path, number: int) -> list[Path]:
@@ -154,10 +188,10 @@ def write_own_shard(
     tokenizer: Any,
     prompts: list[tuple[str, str]],
     passages: Sequence[Passage],
-    tell: Progress,
+    written: Callable[[int, Document], None],
 ) -> list[Document]:
     """Generate one shard, or what is missing behind the ``held`` chats of it that there are, and its features where the
-    generator kept traces (taps as it was told)."""
+    generator kept traces (taps as it was told) and the disk has room. ``written``: (chats so far, the last one)."""
     path = where / (f"own-{number:05d}" + (f"_{held:04d}" if held else "") + ".npz")
     before = number * SHARD_DOCUMENTS + held
     recipe = replace(plan.recipe, seed=plan.recipe.seed + 7919 * number + 29 * held)
@@ -168,19 +202,19 @@ def write_own_shard(
         made.append(document)
         if trace is not None:
             traces.append(trace)
-        tell("generate", before + len(made), plan.chats, f"{sum(len(d) for d in made)} tokens in this shard")
+        written(before + len(made), document)
 
     count = min(SHARD_DOCUMENTS - held, plan.chats - before)
     regenerate(generate, tokenizer, prompts, count, recipe, keep, passages)
     taps = getattr(generate, "taps", ())
     if taps and len(traces) == len(made) > 0:
-        width = traces[0].taps.shape[1] // len(taps)
-        lens = [len(d) for d in made]
-        folder = feature_folder(plan.folder / "features", path, made)
-        writer = FeatureWriter(folder, lens, taps, traces[0].top_ids.shape[1], width)
-        for index, trace in enumerate(traces):
-            writer.put(index, *trace)
-        writer.finish()
+        store, lens = plan.folder / "features", [len(d) for d in made]
+        width, top = traces[0].taps.shape[1], traces[0].top_ids.shape[1]
+        if has_room(store, sum(lens), width, top):
+            writer = FeatureWriter(feature_folder(store, path, made), lens, taps, top, width // len(taps))
+            for index, trace in enumerate(traces):
+                writer.put(index, *trace)
+            writer.finish()
     write_shard(path, made)
     return made
 
@@ -206,46 +240,29 @@ def run(
         baseline: a second drafter to serve for comparison (prompt lookup).
         tell: progress.
     """
-    from accelerate import PartialState
-
-    processes = PartialState(cpu=target.device.type == "cpu")
-    main, everyone = processes.is_main_process, processes.wait_for_everyone
+    team = processes(target.device.type == "cpu")
+    main, everyone = team.is_main_process, team.wait_for_everyone
+    taboo = excluded_ngrams(plan, tokenizer)
     if main:
         claim_folder(plan, target)
     everyone()
-    patterns = corpus_shards(plan, generate, tokenizer, tell, main)
+    patterns = corpus_shards(plan, generate, tokenizer, tell, team.process_index, team.num_processes)
     everyone()
     if not expand(patterns):
         raise InvalidInputError(f"no corpus shards in {list(plan.data)}")
-    taps = plan.taps(target)
-    corpus = Corpus(patterns, plan.folder / "features", taps, plan.top, plan.held_out, target)
-    documents = [d for path in expand(patterns) for d in read_shard(path)]
-    total = sum(map(len, documents))
-    if plan.start is None and plan.shape.plain and not has_checkpoint(plan.folder):  # told before the work, not after
-        kept = (d for d in documents if not held_out(d, plan.held_out))
-        mask_id(plan.shape, kept, target.config.get_text_config().vocab_size)
-    seen = [0]
-
-    def count(tokens: int) -> None:
-        seen[0] += tokens
-        tell("features", seen[0], total, "tokens")
-
-    if main:
-        corpus.rescan(on_progress=count)
-    everyone()
-    corpus.rescan()
-    corpus.model = target if main else None
+    corpus = read_corpus(plan, target, patterns, taboo, tell)
     begin_as_before(plan, corpus)
     drafter = plan.start if plan.start is not None else build(target, corpus, plan.shape, plan.config.seed)
-    logger.info(describe(drafter, taps))
+    logger.info(describe(drafter, corpus.taps))
 
     def step(state: TrainState, info: dict[str, Any]) -> None:
-        accuracy = " ".join(f"{a:.2f}" for a in info["accuracy"])
-        tell("train", info["progress"], 1.0, f"step {state.step}, loss {info['loss']:.2f}, accuracy {accuracy}")
+        tell("train", info["progress"], 1.0, step_note(state, info, "accuracy"))
 
     trainer = Trainer(drafter, corpus, plan.config, plan.folder, step)
     if plan.resume and trainer.resume():
         logger.info("resumed at step %d", trainer.state.step)
+    elif main:
+        (plan.folder / "log.jsonl").unlink(missing_ok=True)
     trainer.train()
     everyone()
     best = DFlashDrafter.from_pretrained(plan.folder / "drafter", target)
@@ -253,14 +270,74 @@ def run(
     if not main:
         return outcome
     outcome.held_out = evaluate(best, trainer.items, device=best.head.device) if trainer.items else None
-    if serve is not None and plan.served_prompts and trainer.items:
-        prompts = [i.document.ids[: i.document.prompt_length].tolist() for i in trainer.items[: plan.served_prompts]]
-        tell("serve", 0, None, f"{len(prompts)} held-out prompts")
-        outcome.served["drafter"] = serve(best, prompts, plan.served_tokens)
+    if serve is not None:
+        contenders: dict[str, Drafter] = {"drafter": best}
         if baseline is not None:
-            outcome.served["prompt lookup"] = serve(baseline, prompts, plan.served_tokens)
+            contenders["prompt lookup"] = baseline
+        outcome.served = serve_all(plan, trainer.items[: plan.served_prompts], serve, contenders, tell)
     report(plan, corpus, outcome)
     return outcome
+
+
+def step_note(state: TrainState, info: dict[str, Any], accuracy: str) -> str:
+    """What the progress line says of a step; ``accuracy``: what the shares by slot are called."""
+    by_slot = " ".join(f"{a:.2f}" for a in info["accuracy"])
+    note = f"step {state.step}, loss {info['loss']:.2f}, {accuracy} {by_slot}"
+    if "tokens_per_second" in info:
+        note += f", {info['anchors_per_second']:.0f} anchors/s, {info['tokens_per_second']:.0f} tokens/s"
+    return note
+
+
+def read_corpus(
+    plan: Plan, target: Any, patterns: Sequence[str], taboo: Set[tuple[int, ...]], tell: Progress
+) -> Corpus:
+    """Stage 2. The shards with their features: the first process computes them, the others take in the same."""
+    from accelerate.utils import broadcast_object_list
+
+    team, store, taps = processes(target.device.type == "cpu"), plan.folder / "features", plan.taps(target)
+    corpus = Corpus(patterns, store, taps, plan.top, plan.held_out, target, taboo)
+    if team.is_main_process:
+        shards = {path: read_shard(path) for path in expand(patterns)}
+        if plan.start is None and plan.shape.plain and not has_checkpoint(plan.folder):  # told before the work
+            kept = (d for documents in shards.values() for d in documents if not held_out(d, plan.held_out))
+            mask_id(plan.shape, kept, target.config.get_text_config().vocab_size)
+        missing = [d for p, d in shards.items() if not (feature_folder(store, p, d) / "meta.json").exists()]
+        total, meter = sum(len(d) for documents in missing for d in documents), Meter()
+
+        def count(tokens: int) -> None:
+            note = meter.add(tokens)
+            tell("features", meter.tokens, total, note)
+
+        corpus.rescan(on_progress=count)
+        meter.save(plan.folder, "features")
+        if corpus.excluded:
+            count_all = sum(map(len, shards.values()))
+            logger.warning("%d of %d documents share text with --exclude and are left out", corpus.excluded, count_all)
+    found = broadcast_object_list([corpus.found()])[0]
+    if not team.is_main_process:
+        corpus.adopt(found)
+        corpus.model = None
+    return corpus
+
+
+def serve_all(
+    plan: Plan, items: Sequence[Features], serve: Serve, contenders: Mapping[str, Drafter], tell: Progress
+) -> dict[str, dict[str, Any]]:
+    """Stage 3. The serving path's answers to the prompts of ``items`` with each drafter."""
+    prompts = [i.document.ids[: i.document.prompt_length].tolist() for i in items]
+    total = len(prompts) * len(contenders)
+    served: dict[str, dict[str, Any]] = {}
+
+    def counted(name: str) -> Iterator[list[int]]:
+        for number, prompt in enumerate(prompts, len(served) * len(prompts)):
+            tell("serve", number, total, f"held-out prompts, {name}")
+            yield prompt
+
+    if prompts:
+        for name, drafter in contenders.items():
+            served[name] = serve(drafter, counted(name), plan.served_tokens)
+        tell("serve", total, total, "held-out prompts")
+    return served
 
 
 def begin_as_before(plan: Plan, corpus: Corpus) -> None:
@@ -270,21 +347,3 @@ def begin_as_before(plan: Plan, corpus: Corpus) -> None:
     data = found[1].get("data") if found else None
     if data is not None:
         corpus.hold(data["shards"][: data["began_with"]])
-
-
-def report(plan: Plan, corpus: Corpus, outcome: Outcome) -> None:
-    """Stage 4: the card beside the drafter, and ``result.json``."""
-    documents = [s.documents[i] for s, i in corpus.train]
-    lines = {f"served greedy tau, {name}": f"{values['tau']:.2f}" for name, values in outcome.served.items()}
-    text = card(
-        plan.folder.name, plan.name, outcome.drafter, documents, plan.config, outcome.state, outcome.held_out, lines
-    )
-    (plan.folder / "drafter" / "README.md").write_text(text)
-    result = {
-        "state": asdict(outcome.state),
-        "held_out": asdict(outcome.held_out) if outcome.held_out else None,
-        "served": outcome.served,
-        "shape": asdict(plan.shape) if plan.start is None else plan.start.config.to_dict(),
-        "config": asdict(plan.config),
-    }
-    (plan.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = _parser(chosen)
         args = parser.parse_args(arguments)
+        args.words = arguments
         if args.command is None:
             parser.print_help(sys.stderr)
             return codes.USAGE

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdiff.cli import codes
 from specdiff.cli.common import add_target_arguments, load_model, one_target
 from specdiff.drafters.base import Drafter
+from specdiff.errors import InvalidInputError, UnsupportedError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +43,16 @@ def run(args: argparse.Namespace) -> int:
 
     training.settle(args, args.kind)
     if not (args.max_hours or args.max_steps):
-        from specdiff.errors import InvalidInputError
-
         raise InvalidInputError("give the training a budget: --max-hours or --max-steps")
     args.target = one_target(args)
+    main = join_processes(args)
     model, tokenizer = load_model(args)
     name = getattr(model.config, "_name_or_path", "") or args.target or "the offline model"
     name = Path(name).name if Path(name).is_dir() else name  # cards do not tell where a folder lies
     plan = training.plan_of(args, str(name), model)
     if args.kind == "dual":
-        return run_dual(args, plan, model, tokenizer)
-    with training.Display() as display:
+        return run_dual(args, plan, model, tokenizer, main)
+    with training.Display(shown=main) as display:
         outcome = run_plan(
             model,
             plan,
@@ -62,21 +62,50 @@ def run(args: argparse.Namespace) -> int:
             baseline=PromptLookup(),
             tell=display,
         )
-    training.show(outcome, args.out)
+    if main:
+        training.show(outcome, args.out)
     return codes.OK
 
 
-def run_dual(args: argparse.Namespace, plan: Any, model: Any, tokenizer: Any) -> int:
-    """Train a dual-mode adapter."""
+def join_processes(args: argparse.Namespace) -> bool:
+    """Before anything is put on a device: join the other processes, if there are any, and take this one's own GPU.
+
+    Returns:
+        Whether this is the process that speaks for all.
+
+    Raises:
+        InvalidInputError: one GPU is named for several processes.
+    """
+    import torch
+
+    from specdiff.drafters.train.processes import processes
+
+    device = torch.device(args.device) if args.device else None
+    cpu = not torch.cuda.is_available() if device is None else device.type == "cpu"
+    team = processes(cpu)
+    if team.num_processes > 1 and not cpu:
+        if device is not None and device.index is not None:
+            raise InvalidInputError(
+                f"--device {args.device} for {team.num_processes} processes: each takes its own GPU"
+            )
+        args.device = str(team.device)
+    elif device is not None and device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # training goes to the current device
+    return bool(team.is_main_process)
+
+
+def run_dual(args: argparse.Namespace, plan: Any, model: Any, tokenizer: Any, main: bool) -> int:
+    """Train a dual-mode adapter; ``main``: whether this process shows progress and result."""
     from specdiff.drafters.train import cli as training
     from specdiff.drafters.train.dual import cli as dual
     from specdiff.drafters.train.dual.pipeline import run as run_plan
 
-    with training.Display() as display:
+    with training.Display(shown=main) as display:
         outcome = run_plan(
             model, dual.plan_of(args, plan), tokenizer=tokenizer, generate=generator(model), tell=display
         )
-    dual.show(outcome, args.out)
+    if main:
+        dual.show(outcome, args.out)
     return codes.OK
 
 
@@ -87,7 +116,6 @@ def generator(model: Any, taps: Sequence[int] = (), top: int = 32, lanes: int = 
     longest row's.
     """
     from specdiff.drafters.train.generate import Generator
-    from specdiff.errors import UnsupportedError
     from specdiff.fast.target import FastTarget
     from specdiff.target import Target
 
@@ -105,15 +133,17 @@ def generator(model: Any, taps: Sequence[int] = (), top: int = 32, lanes: int = 
     return Generator(open_state, ids, stock.device, lanes, taps=taps, top=top)
 
 
-def serve(model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
-    """Greedy decoding of prompts given as ids, one by one: tau over all of them and acceptance by position."""
+def serve(model: Any, drafter: Drafter, prompts: Iterable[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    """Greedy decoding of prompts given as ids, one by one: tau over all of them and acceptance by position, and the
+    same without the answers that loop (None if all do)."""
     import torch
 
     from specdiff import SpecDiff
+    from specdiff.bench.loops import is_loop
 
     wrapped = SpecDiff(model, drafter, block_size=drafter.block_size)
-    tokens = rounds = 0
-    reached: list[float] = []
+    rounds: list[list[int]] = []
+    loops: list[bool] = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], device=model.device)
         out = wrapped.generate(
@@ -123,10 +153,20 @@ def serve(model: Any, drafter: Drafter, prompts: Sequence[Sequence[int]], new_to
             do_sample=False,
             return_dict_in_generate=True,
         )
-        for accepted in out.stats.emitted[0][1:]:
-            rounds += 1
-            tokens += accepted
-            reached += [0.0] * (accepted - 1 - len(reached))
-            for slot in range(accepted - 1):
-                reached[slot] += 1
-    return {"tau": tokens / max(rounds, 1), "by_position": [r / max(rounds, 1) for r in reached], "rounds": rounds}
+        rounds.append(out.stats.emitted[0][1:])
+        loops.append(is_loop(out.sequences[0, ids.shape[1] :].tolist()))
+    straight = [emitted for emitted, loop in zip(rounds, loops, strict=True) if not loop]
+    return {
+        **acceptance(rounds),
+        "prompts": len(rounds),
+        "loops": sum(loops),
+        "without_loops": acceptance(straight) if straight else None,
+    }
+
+
+def acceptance(answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """tau and acceptance by position of answers, each given as the new tokens of its rounds."""
+    every = [emitted for answer in answers for emitted in answer]
+    count = max(len(every), 1)
+    by_position = [sum(e - 1 > slot for e in every) / count for slot in range(max(every, default=1) - 1)]
+    return {"tau": sum(every) / count, "by_position": by_position, "rounds": len(every)}

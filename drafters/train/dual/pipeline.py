@@ -18,7 +18,9 @@ from specdiff.drafters.train.dual.config import DualConfig
 from specdiff.drafters.train.dual.trainer import Denoising, Documents, DualTrainer
 from specdiff.drafters.train.generate import Generate
 from specdiff.drafters.train.loop import TrainState
-from specdiff.drafters.train.pipeline import Plan, Progress, claim_folder, corpus_shards
+from specdiff.drafters.train.pipeline import Plan, Progress, claim_folder, corpus_shards, excluded_ngrams, step_note
+from specdiff.drafters.train.processes import processes
+from specdiff.drafters.train.report import settings, speeds
 from specdiff.errors import InvalidInputError
 
 logger = logging.getLogger(__name__)
@@ -107,38 +109,37 @@ def run(
         generate: how text is made from prompts.
         tell: progress.
     """
-    from accelerate import PartialState
-
-    processes = PartialState(cpu=target.device.type == "cpu")
-    folder = plan.run.folder
-    if processes.is_main_process:
+    team = processes(target.device.type == "cpu")
+    folder, taboo = plan.run.folder, excluded_ngrams(plan.run, tokenizer)
+    if team.is_main_process:
         claim_folder(plan.run, target)
-    processes.wait_for_everyone()
-    patterns = corpus_shards(plan.run, generate, tokenizer, tell, processes.is_main_process)
-    processes.wait_for_everyone()
+    team.wait_for_everyone()
+    patterns = corpus_shards(plan.run, generate, tokenizer, tell, team.process_index, team.num_processes)
+    team.wait_for_everyone()
     if not expand(patterns):
         raise InvalidInputError(f"no corpus shards in {list(plan.run.data)}")
-    documents = Documents(patterns, plan.dual, plan.run.held_out)
+    documents = Documents(patterns, plan.dual, plan.run.held_out, taboo)
+    if documents.excluded:
+        logger.warning("%d documents share text with --exclude and are left out", documents.excluded)
     mask_id = choose_mask(documents, target, tokenizer) if plan.mask_id is None else plan.mask_id
     spec = decoding_spec(target, mask_id, plan.dual)
     torch.manual_seed(plan.run.config.seed)
     adapter = DualAdapter(target, mask_id, plan.rank, plan.alpha)
 
     def step(state: TrainState, info: dict[str, Any]) -> None:
-        agreement = " ".join(f"{a:.2f}" for a in info["accuracy"])
-        tell("train", info["progress"], 1.0, f"step {state.step}, loss {info['loss']:.2f}, agreement {agreement}")
+        tell("train", info["progress"], 1.0, step_note(state, info, "agreement"))
 
     trainer = DualTrainer(adapter, documents, spec, plan.run.config, plan.dual, folder, step)
     if plan.run.resume and trainer.resume():
         logger.info("resumed at step %d", trainer.state.step)
-    elif processes.is_main_process:
+    elif team.is_main_process:
         (folder / "log.jsonl").unlink(missing_ok=True)
         trainer.evaluate()
     trainer.train()
-    processes.wait_for_everyone()
+    team.wait_for_everyone()
     adapter.load_state_dict(DualAdapter.load(target, folder / DualTrainer.best_folder)[0].state_dict())
     outcome = DualOutcome(adapter, spec, trainer.state, read_curve(plan))
-    if processes.is_main_process:
+    if team.is_main_process:
         report(plan, documents, outcome)
     return outcome
 
@@ -170,7 +171,8 @@ def report(plan: DualPlan, documents: Documents, outcome: DualOutcome) -> None:
         "state": asdict(outcome.state),
         "curve": [c.numbers for c in outcome.curve],
         "dual": asdict(plan.dual),
-        "config": asdict(run_plan.config),
+        "speed": speeds(run_plan.folder, outcome.state),
+        **{key: value for key, value in settings(run_plan).items() if key not in ("shape", "from", "top")},
         "rank": plan.rank,
         "alpha": plan.alpha,
         "mask_id": outcome.adapter.mask_id,
