@@ -102,9 +102,11 @@ def test_every_public_name_can_be_loaded():
     assert int(run_python(code)) > 10
 
 
-TORCH_ONLY = ("specdiff/arguments.py", "specdiff/errors.py", "specdiff/fast/linear.py", "specdiff/fast/norm.py")
+SHARED = ("linear", "norm", "recording", "uploads")
+"""Of ``specdiff.fast``: what drafters use too."""
+TORCH_ONLY = ("specdiff/arguments.py", "specdiff/errors.py", *(f"specdiff/fast/{name}.py" for name in SHARED))
 """Files that import nothing of specdiff but errors, so that any floor may use them."""
-GROUND = ("specdiff.arguments", "specdiff.errors", "specdiff.fast.linear", "specdiff.fast.norm", "specdiff.verify")
+GROUND = ("specdiff.arguments", "specdiff.errors", *(f"specdiff.fast.{name}" for name in SHARED), "specdiff.verify")
 FLOORS = {
     "specdiff/verify/": GROUND,
     "specdiff/diffusion/": (*GROUND, "specdiff.diffusion"),
