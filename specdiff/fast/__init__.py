@@ -1,1 +1,2 @@
-"""The fast CPU path: packed kernels for target passes, and the torch-only layers that drafters share with it."""
+"""Fast paths of target passes: packed kernels on CPUs, recorded passes on CUDA devices; and what drafters share of them
+(``linear``, ``norm``, ``recording``, ``uploads`` import torch only)."""

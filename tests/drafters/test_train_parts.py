@@ -163,7 +163,7 @@ def test_overlap_is_found():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chats.npz", "quoting.npz", "tasks.npz", "prompts.jsonl"])
+@pytest.mark.parametrize("name", ["chats.npz", "quoting.npz", "tasks.npz", "mixed.npz", "prompts.jsonl"])
 def test_no_dev_prompt_in_the_training_text(name):
     """The 13-gram check on the real thing (a fifth of the large file)."""
     data, corpus = dev_data(), Path(__file__).parents[2] / "corpus" / name
