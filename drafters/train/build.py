@@ -55,13 +55,18 @@ class Shape:
     def tap_ids(self, target: Any) -> tuple[int, ...]:
         """The tapped layers. A direct drafter also reads the state that enters the target's last layers."""
         depth = target.config.get_text_config().num_hidden_layers
+        entering = depth - self.layers - 1
+        if entering < 0 and not self.plain:
+            raise InvalidInputError(f"a drafter of {self.layers} layers needs a target of more, this one has {depth}")
+        if self.taps and self.init == "target" and not self.plain and entering not in self.taps:
+            raise InvalidInputError(
+                f"a drafter that starts as the target's last layers reads what enters them: put {entering} among the "
+                f"taps ({', '.join(map(str, self.taps))}), or begin with random weights (--init random)"
+            )
         if self.taps:
             return self.taps
         if self.plain:
             return default_taps(depth, self.tap_count)
-        entering = depth - self.layers - 1
-        if entering < 0:
-            raise InvalidInputError(f"a drafter of {self.layers} layers needs a target of more, this one has {depth}")
         rest = default_taps(depth, max(self.tap_count - 1, 1))
         return tuple(sorted({*(t for t in rest if t < entering), entering}))
 

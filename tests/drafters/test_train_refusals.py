@@ -100,3 +100,13 @@ def test_no_id_is_free_for_the_mask(tmp_path):
     few = [Document(np.array([1, 2, tiny.VOCAB - 1]), 1)]
     assert mask_id(plain, few, tiny.VOCAB) == tiny.VOCAB - 2
     assert mask_id(Shape(plain=True, mask_token_id=7), few, tiny.VOCAB) == 7
+
+
+def test_taps_without_the_state_that_enters_the_copied_layers():
+    model = tiny.target()
+    with pytest.raises(InvalidInputError, match="put 2 among the taps"):
+        Shape(layers=1, taps=(0, 1)).tap_ids(model)
+    for shape in (Shape(layers=1, taps=(0, 1), init="random"), Shape(taps=(0, 1), plain=True)):
+        assert shape.tap_ids(model) == (0, 1)
+    with pytest.raises(InvalidInputError, match="needs a target of more"):
+        Shape(layers=4).tap_ids(model)
