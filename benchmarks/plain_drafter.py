@@ -1,4 +1,4 @@
-"""The zoo's plain drafter: least squares, no training (``specdiff.drafters.train.gather``).
+"""What the zoo's plain drafter began as: least squares, no training (``specdiff.drafters.train.gather``).
 
     python benchmarks/plain_drafter.py --data corpus/ --features features/ --out smollm2-135m-instruct-plain
 
