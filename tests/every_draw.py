@@ -42,8 +42,11 @@ class Script:
         self.new: list[int] = []
 
     def pick(self, law: Sequence[float]) -> int:
+        first, *others = [value for value, chance in enumerate(law) if chance > 0]
+        if not others:  # no choice, so no line of the script: whether one is asked may depend on the batch
+            self.weight *= law[first]
+            return first
         if self.at == len(self.choices):
-            first, *others = [value for value, chance in enumerate(law) if chance > 0]
             self.open += [[*self.choices, other] for other in others]
             self.choices.append(first)
         value = self.choices[self.at]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
+from every_draw import BIASED, EXACT, ListedDrafter, Lister, law_of_texts
 
 from specdiff import SpecDiff
 from specdiff.drafters.base import Drafter, DraftSession
@@ -14,6 +16,8 @@ from specdiff.drafters.combined import CombinedDrafter, Record, merge, promise
 from specdiff.drafters.lookup import NgramIndex, PromptLookup
 from specdiff.errors import InvalidInputError
 from specdiff.testing import RandomDrafter, ReplayDrafter
+from specdiff.verify.audit import LOSSLESS, target_law, total_variation
+from specdiff.verify.audit_models import TableLM
 from specdiff.verify.laws import Delta, Proposal, Sampled
 from specdiff.verify.noise import Noise
 
@@ -107,30 +111,54 @@ def test_merge_marks_copies():
     assert merge(greedy, [[5], []], torch.tensor([True, False]), torch.tensor([3, 3])).delta is None
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_combined_is_lossless_in_the_engine(rule):
-    """Copied and sampled rows in one proposal: with rule coupled the text is plain decoding's, token by token; with the
-    others the first two tokens follow the target's law."""
+def test_combined_and_coupled_is_plain_decoding():
+    """Copied and sampled rows in one proposal: the text is plain decoding's, token by token."""
     model = tiny.target(spread=0.3, vocab=12)
-    prompt = torch.tensor([[4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5]])
+    prompt = torch.tensor([[4, 5, 6, 4, 5, 6, 4, 5, 6, 4, 5], [7, 8, 4, 9, 10, 5, 11, 6, 3, 2, 1]])
     drafter = CombinedDrafter(RandomDrafter(12, block_size=3), PromptLookup(block_size=4, smallest=1), match=2)
-    sd = SpecDiff(model, drafter, rule=rule)
-    if rule == "coupled":
-        for seed in range(8):
-            want = SpecDiff(model, None, rule=rule).generate(prompt, max_new_tokens=24, do_sample=True, seed=seed)
-            got = sd.generate(prompt, max_new_tokens=24, do_sample=True, seed=seed)
-            assert got.tolist() == want.tolist()
-        return
-    rows = 6000
-    out = sd.generate(prompt.expand(rows, -1), max_new_tokens=3, do_sample=True, top_k=0, seed=1)[:, prompt.shape[1] :]
-    with torch.no_grad():
-        first = model(prompt).logits[0, -1].softmax(-1)
-        nexts = torch.stack([model(torch.cat([prompt, torch.tensor([[t]])], 1)).logits[0, -1] for t in range(12)])
-        seconds = nexts.softmax(-1)
-    joint = first[:, None] * seconds
-    seen = torch.bincount(out[:, 0] * 12 + out[:, 1], minlength=144).view(12, 12) / rows
-    error = 4.5 * (joint * (1 - joint) / rows).sqrt() + 2 / rows
-    assert bool(((seen - joint).abs() <= error).all())
+    sd = SpecDiff(model, drafter, rule="coupled")
+    for seed in range(8):
+        want = SpecDiff(model, None, rule="coupled").generate(prompt, max_new_tokens=24, do_sample=True, seed=seed)
+        assert sd.generate(prompt, max_new_tokens=24, do_sample=True, seed=seed).tolist() == want.tolist()
+
+
+class Noting(CombinedDrafter):
+    """Counts proposals that hold both copied and sampled blocks of two or more tokens; may call the copies sampled."""
+
+    mixed, honest = 0, True
+
+    def start(self, request):
+        session = super().start(request)
+        inner = session.propose
+
+        def propose(anchor, limits, noise):
+            proposal = inner(anchor, limits, noise)
+            if proposal.law == Sampled():
+                copied, long = proposal.delta[:, 0], proposal.lengths >= 2
+                self.mixed += bool((copied & long).any()) and bool((~copied & long).any())
+            elif not self.honest:  # all rows copy
+                nothing = torch.zeros(*proposal.tokens.shape, request.vocab_size)
+                proposal = replace(proposal, law=Sampled(), logits=nothing)
+            return proposal if self.honest else replace(proposal, delta=None)
+
+        session.propose = propose
+        return session
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("honest", [True, False], ids=["as it is", "control"])
+@pytest.mark.parametrize("way", ["one pass, marginals", "confidence order, exposed tokens as Delta"])
+def test_combined_keeps_the_law_through_the_engine(rule, honest, way):
+    """Rows that copy and rows that draw in one proposal, blocks of up to three tokens, several rounds: every draw is
+    enumerated. The control calls the copies Sampled."""
+    inner = ListedDrafter(Lister(TableLM(3, 104), 2, *LOSSLESS[way]))
+    drafter = Noting(inner, PromptLookup(block_size=3, smallest=1), match=2)
+    drafter.honest = honest
+    target = TableLM(3, 4)
+    law, rounds = law_of_texts(target, drafter, rule, 5, prompt=(0, 1, 2, 0, 1, 2, 0))
+    assert float(law.sum()) == pytest.approx(1.0, abs=EXACT) and rounds > 2 and drafter.mixed
+    error = total_variation(law, target_law(target, 5))
+    assert error < EXACT if honest else error > BIASED
 
 
 def test_combined_takes_the_better_source():
