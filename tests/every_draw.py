@@ -22,7 +22,7 @@ from specdiff.drafters.block_draws import RoundDraws
 from specdiff.loop import Decoding, Job
 from specdiff.stopping import StopTests
 from specdiff.target import Pass
-from specdiff.verify import Coupled, Delta, Proposal, Sampled, Verdict, decide, verify
+from specdiff.verify import Coupled, Delta, Proposal, Verdict, decide, verify
 from specdiff.verify.audit_coupling import coupling, representative
 from specdiff.verify.audit_models import Draft, TableLM, softmax
 from specdiff.verify.audit_models import TableDrafter as Lister
@@ -212,9 +212,10 @@ class ListedSession:
 class ForcedDrafter:
     """A real drafter that draws with :class:`RoundDraws`, with every token of its block forced in turn.
 
-    A row's weight takes the probabilities that the forced tokens had when they were drawn for the last time: right where
-    positions are chosen without looking at what was drawn. Tokens of an intermediate canvas, which a last pass draws anew,
-    take those of the first time: right for two passes. Under law Delta it does not matter: all weigh the same.
+    A row's weight takes the probabilities that the forced tokens had when they were drawn for the last time: right
+    where positions are chosen without looking at what was drawn. Tokens of an intermediate canvas, which a last pass
+    draws anew, take those of the first time: right for two passes. Under law Delta it does not matter: all weigh the
+    same.
 
     Args:
         inner: the drafter.
@@ -357,7 +358,9 @@ def law_of_texts(
                 block_size=block or drafter.block_size, warp=BlockWarp(None), seeds=torch.arange(len(ids)),
                 stops=StopTests(StoppingCriteriaList([MaxLengthCriteria(len(prompt) + new)])),
             )  # fmt: skip
-            for row, script in zip(Decoding(job, TableTarget(target, len(prompt)), drafter).run(), scripts, strict=True):
+            for row, script in zip(
+                Decoding(job, TableTarget(target, len(prompt)), drafter).run(), scripts, strict=True
+            ):
                 assert row.new == script.new and script.at == len(script.choices)
                 waiting += script.open
             rounds = max(rounds, *job.stats.row_rounds)
