@@ -211,8 +211,8 @@ def test_run_from_nothing(tmp_path, tiny_folder, capsys):
     shutil.copytree(tiny_folder, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():  # as it is, its texts are one word
-            parameter.mul_(3.5 if parameter.dim() > 1 else 1.0)
+        for parameter in model.parameters():  # as it is, its texts are one word, and no state matters
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
     model.save_pretrained(tmp_path / "model")
     words = ("one", "two", "three", "four", "five", "six", "seven", "red", "green", "blue", "sun", "moon")
     rng = np.random.default_rng(0)
@@ -237,8 +237,8 @@ def test_run_from_nothing(tmp_path, tiny_folder, capsys):
     items = corpus.evaluation_items(48)
     assert len(items) > 15
     tau, shares = replayed(drafter, items)
-    assert served["tau"] == pytest.approx(tau, rel=0.03)
-    assert served["by_position"] == pytest.approx(shares, abs=0.05)
+    assert served["tau"] == pytest.approx(tau, rel=0.01)
+    assert served["by_position"] == pytest.approx(shares, abs=0.02), "near-ties apart they are the same rounds"
     assert 1.5 < served["tau"] < 4.8 and lookup["tau"] < 4.8, "something was learned, and it was not trivial"
     card = (run / "drafter" / "README.md").read_text()
     assert "held-out greedy tau" in card and "served greedy tau" in card
