@@ -163,7 +163,7 @@ def test_overlap_is_found():
 
 
 CORPUS = Path(__file__).parents[2] / "corpus"
-SHIPPED = sorted(path.name for path in CORPUS.iterdir() if path.suffix in (".npz", ".jsonl"))
+SHIPPED = sorted(path.name for path in CORPUS.glob("*") if path.suffix in (".npz", ".jsonl"))
 
 
 def windows(texts: list[np.ndarray]) -> dict[bytes, int]:
