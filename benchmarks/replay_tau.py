@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,23 +87,38 @@ def rounds(document: Document, drafted: Sequence[int] | None, copying: bool, cap
     return count
 
 
+def taus(documents: Sequence[Document], passes: Sequence[int], filtered: bool = False) -> dict[str, float]:
+    """Tau by set, of all texts or of those that are no loops."""
+    tokens: Counter[str] = Counter()
+    spent: Counter[str] = Counter()
+    for document, count in zip(documents, passes, strict=True):
+        answer = document.ids[document.prompt_length :].tolist()
+        if not (filtered and is_loop(answer)):
+            tokens[document.source] += len(answer) - 1
+            spent[document.source] += count
+    return {key: tokens[key] / spent[key] for key in tokens if spent[key]}
+
+
 def show(name: str, documents: Sequence[Document], passes: Sequence[int]) -> None:
     """One row for all texts, one for those that are no loops: tau by set and the mean of the sets."""
     for filtered in (False, True):
-        tokens: Counter[str] = Counter()
-        spent: Counter[str] = Counter()
-        for document, count in zip(documents, passes, strict=True):
-            answer = document.ids[document.prompt_length :].tolist()
-            if not (filtered and is_loop(answer)):
-                tokens[document.source] += len(answer) - 1
-                spent[document.source] += count
-        taus = {key: tokens[key] / spent[key] for key in tokens if spent[key]}
-        cells = "  ".join(f"{key} {tau:.2f}" for key, tau in taus.items())
-        mean = sum(taus.values()) / max(len(taus), 1)
+        found = taus(documents, passes, filtered)
+        cells = "  ".join(f"{key} {tau:.2f}" for key, tau in found.items())
+        mean = sum(found.values()) / max(len(found), 1)
         print(f"{name}{', loops filtered' if filtered else ''}: {cells}  mean {mean:.3f}", flush=True)
 
 
-def main() -> None:
+def behind(both: dict[str, float], parts: dict[str, dict[str, float]]) -> list[str]:
+    """Where a combined drafter's tau is below that of one of its parts, by set."""
+    return [
+        f"{key}: {tau:.3f} is below {name}'s {part[key]:.3f}"
+        for name, part in parts.items()
+        for key, tau in both.items()
+        if tau < part[key]
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write the texts unless they are there, then replay every drafter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
@@ -111,7 +127,11 @@ def main() -> None:
     parser.add_argument("--per-set", type=int, default=2)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--copies", type=int, default=COPIES, help="most copied tokens beside a drafter (%(default)s)")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--check", action="store_true",
+        help="exit with 1 if, on any set, a drafter with lookup is below itself alone or below lookup of --copies",
+    )  # fmt: skip
+    args = parser.parse_args(arguments)
     model, _ = load_target()
     drafters: dict[str, DFlashDrafter] = {}
     for name in args.drafters:
@@ -125,15 +145,25 @@ def main() -> None:
         write_texts(args.work, read_prompts(args.prompts, args.per_set), taps, args.new_tokens)
     documents = read_shard(args.work / "texts.npz")
     shard = FeatureShard(args.work / "features" / "texts", documents, taps)
-    alone = PromptLookup().block_size
-    show("prompt lookup", documents, [rounds(d, None, True, alone) for d in documents])
+    usual = PromptLookup().block_size
+    copied = {cap: [rounds(d, None, True, cap) for d in documents] for cap in {usual, args.copies}}
+    show("prompt lookup", documents, copied[usual])
+    if args.copies != usual:
+        show(f"prompt lookup of {args.copies}", documents, copied[args.copies])
+    faults: list[str] = []
     for name, drafter in drafters.items():
         items = [shard[i] for i in range(len(documents))]
         lengths = [accepted_lengths(drafter, i, drafter.block_size, torch.device("cpu")).tolist() for i in items]
-        show(name, documents, [rounds(d, each, False, 0) for d, each in zip(documents, lengths, strict=True)])
+        alone = [rounds(d, each, False, 0) for d, each in zip(documents, lengths, strict=True)]
+        show(name, documents, alone)
         both = [rounds(d, each, True, args.copies) for d, each in zip(documents, lengths, strict=True)]
         show(f"{name}+lookup", documents, both)
+        parts = {name: taus(documents, alone), "prompt lookup": taus(documents, copied[args.copies])}
+        faults += [f"{name}+lookup on {fault}" for fault in behind(taus(documents, both), parts)]
+    if args.check:
+        print("\n".join(faults) or "check: nowhere below its parts", flush=True)
+    return int(args.check and bool(faults))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

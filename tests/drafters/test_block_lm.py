@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from every_draw import BIASED, EXACT, ForcedDrafter, ListedDrafter, Lister, law_of_texts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdiff import DiffusionLM, DLMSpec, SpecDiff
@@ -14,6 +15,8 @@ from specdiff.drafters.base import Drafter, DraftRequest
 from specdiff.drafters.block_lm import BlockLMDrafter, check_same_tokenizer
 from specdiff.errors import InvalidInputError, UnsupportedError
 from specdiff.verify import Coupled, Delta, Noise, Sampled, row_seeds
+from specdiff.verify.audit import LOSSLESS, LOSSY, target_law, total_variation
+from specdiff.verify.audit_models import TableLM
 
 VOCAB, MASK = 12, 11
 
@@ -91,55 +94,100 @@ def test_greedy_equals_plain_decoding(kind, options):
     assert torch.equal(out, plain)
 
 
-@functools.cache
-def exact_law():
-    """p(x1, x2, x3 | prompt) of the target."""
-    ids = torch.tensor([[2, 8, 4]])
-    law = torch.zeros(VOCAB, VOCAB, VOCAB)
-    with torch.no_grad():
-        first = torch.softmax(target()(ids).logits[0, -1], -1)
-        rows = torch.cat([ids.repeat(VOCAB, 1), torch.arange(VOCAB)[:, None]], 1)
-        second = torch.softmax(target()(rows).logits[:, -1], -1)
-        pairs = torch.tensor(list(itertools.product(range(VOCAB), repeat=2)))
-        rows = torch.cat([ids.repeat(len(pairs), 1), pairs], 1)
-        third = torch.softmax(target()(rows).logits[:, -1], -1).view(VOCAB, VOCAB, VOCAB)
-    law = first[:, None, None] * second[:, :, None] * third
-    return law
+class Told(TableLM):
+    """A target whose first new token is known: the rounds behind it are what matters, and cost a third."""
+
+    def scores(self, key):
+        return (0.0, *[float("-inf")] * (self.vocab - 1)) if key == () else super().scores(key)
 
 
-def chi_square(samples, law):
-    counts = torch.bincount(samples, minlength=law.numel()).double()
-    want = law.double() * len(samples)
-    big = want > 5
-    rest_c, rest_w = counts[~big].sum(), want[~big].sum()
-    chi = ((counts - want)[big] ** 2 / want[big]).sum() + (rest_c - rest_w) ** 2 / rest_w.clamp(min=1e-9)
-    return float(chi), int(big.sum())
+def bias(rule, drafter, target, new, **options):
+    """Distance of the law of the engine's texts from the target's own, over several chained rounds."""
+    law, rounds = law_of_texts(target, drafter, rule, new, **options)
+    assert float(law.sum()) == pytest.approx(1.0, abs=EXACT) and rounds > 2
+    return total_variation(law, target_law(target, new))
 
 
-QUICK = (("block", 0), ("block", 2), ("block", 3), ("block", 5), ("block", 7), ("block", 9), ("token", 3))
-LAWS = [
-    pytest.param(rule, options, id=f"{rule}-{label(options)}", marks=() if (rule, i) in QUICK else pytest.mark.slow)
-    for rule in ("block", "token")
-    for i, options in enumerate(MODES)
-]
+def naive(proposal):
+    """The same tokens, all called Sampled: without what says which of them are exposed or chosen by their draws."""
+    return replace(proposal, written=None, delta=None)
 
 
-@pytest.mark.parametrize("rule,options", LAWS)
-def test_sampling_keeps_the_targets_law_over_several_rounds(rule, options):
-    """Three tokens behind the prefill's own: at least one chained round; the joint against the exact law."""
-    law = exact_law()
-    rows = 1500
-    ids = torch.tensor([[2, 8, 4]]).repeat(rows, 1)
-    d = drafter("context", seed=1, block_size=2, **options)
-    out = SpecDiff(target(), d, rule=rule).generate(
-        ids, max_new_tokens=3, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, seed=5, return_dict_in_generate=True
-    )
-    new = out.sequences[:, 3:]
-    code = (new[:, 0] * VOCAB + new[:, 1]) * VOCAB + new[:, 2]
-    chi, cells = chi_square(code, law.reshape(-1))
-    assert cells > 20
-    assert chi < cells + 4.5 * (2 * cells) ** 0.5, (chi, cells)
-    assert out.stats.accepted > 0
+RATIO = ("token", "block")
+FEW = ("right to left, exposed tokens as Delta", "chosen by drawn token, all as Delta", "best of two as Delta",
+       "redrawn from the last pass")  # fmt: skip
+"""Ways with so many outcomes that two ids are enough."""
+
+
+@pytest.mark.parametrize("rule", RATIO)
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_ways_to_draft_keep_the_law_through_the_engine(rule, name):
+    """Blocks of three out of three ids, five new tokens: up to four rounds, every draw of all of them enumerated."""
+    procedure, law = LOSSLESS[name]
+    vocab = 2 if name in FEW else 3
+    drafter = ListedDrafter(Lister(TableLM(vocab, 101), 3, procedure, law))
+    assert bias(rule, drafter, Told(vocab, 1), 5) < EXACT
+
+
+@pytest.mark.parametrize("rule", RATIO)
+@pytest.mark.parametrize(
+    ("name", "vocab"),
+    [("confidence order, naive", 3), ("chosen by drawn token, naive", 2), ("a left token redrawn later", 2)],
+)
+def test_naive_ways_to_draft_show_through_the_engine(rule, name, vocab):
+    procedure, law = LOSSY[name]
+    drafter = ListedDrafter(Lister(TableLM(vocab, 104), 3, procedure, law))
+    assert bias(rule, drafter, Told(vocab, 4), 5) > BIASED
+
+
+@pytest.mark.parametrize("rule", RATIO)
+@pytest.mark.parametrize(
+    "name", ["confidence order, exposed tokens as Delta", "drawn and argmax tokens mixed"], ids=["written", "delta"]
+)
+def test_the_engine_needs_what_proposals_say_of_their_tokens(rule, name):
+    """The control: stripped of ``written`` or ``delta`` the very same drafts are biased."""
+    drafter = ListedDrafter(Lister(TableLM(3, 104), 3, *LOSSLESS[name]), naive)
+    assert bias(rule, drafter, Told(3, 4), 5) > BIASED
+
+
+@pytest.mark.parametrize("name", ["one pass, marginals", "left to right"])
+def test_coupled_drafts_keep_the_law_through_the_engine(name):
+    """Shared noise: the target's token given the drafted one, in closed form."""
+    drafter = ListedDrafter(Lister(TableLM(2, 101), 3, LOSSLESS[name][0], Coupled()))
+    assert bias("coupled", drafter, Told(2, 1), 5) < EXACT
+
+
+EXACTLY = {
+    "single": {"mode": "single"},
+    "left": {"mode": "left"},
+    "right": {"mode": "order", "policy": "any_order", "order": "right"},
+    "peak": {"mode": "order", "steps": 2},
+    "entropy": {"mode": "order", "policy": "entropy_budget", "bound": 1.0},
+    "confident": {"mode": "left", "min_confidence": 0.4},
+    "delta": {"mode": "delta", "policy": "threshold", "threshold": 0.3},
+    "remasked": {"mode": "delta", "policy": "mask_predict", "steps": 2},
+    "redraw": {"mode": "redraw", "steps": 2},
+    "redraw by threshold": {"mode": "redraw", "policy": "threshold", "threshold": 0.3, "steps": 2},
+}
+
+
+def enumerable(vocab=3, change=lambda p: p, **options):
+    """This drafter itself, on a denoiser with ``vocab`` ids beside the mask, every draw enumerated."""
+    inner = drafter("full", seed=7, block_size=2, vocab=vocab + 1, **options)
+    return ForcedDrafter(inner, options["mode"] == "redraw", change)
+
+
+@pytest.mark.parametrize("rule", RATIO)
+@pytest.mark.parametrize("mode", EXACTLY)
+def test_the_drafter_keeps_the_law_exactly(rule, mode):
+    vocab = 2 if EXACTLY[mode]["mode"] == "redraw" else 3
+    assert bias(rule, enumerable(vocab, **EXACTLY[mode]), TableLM(vocab, 1), 4, prompt=(1, 1, 0)) < EXACT
+
+
+@pytest.mark.parametrize("rule", RATIO)
+@pytest.mark.parametrize("mode", ["right", "peak"])
+def test_the_drafter_without_written_is_biased(rule, mode):
+    assert bias(rule, enumerable(change=naive, **EXACTLY[mode]), TableLM(3, 1), 4, prompt=(1, 1, 0)) > BIASED
 
 
 @pytest.mark.parametrize("kind", ["context", "blocks"])

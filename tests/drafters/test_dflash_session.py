@@ -172,12 +172,24 @@ def test_cache_grows_past_the_announced_capacity(model):
     )
 
 
-@pytest.mark.parametrize(("variant", "short"), [("plain", 0), ("late", 0), ("late", 3)])
+HEADS: dict[str, dict] = tiny.VARIANTS | {
+    "dspark": tiny.EDGES["dspark"] | {"draft_vocab_size": 8},
+    "selector": tiny.EDGES["selector"],
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "short"),
+    [
+        ("plain", 0), ("late", 0), ("late", 3), ("correction", 0), ("correction", 3), ("markov", 0), ("markov", 3),
+        ("everything", 3), ("dspark", 0), ("selector", 0),
+    ],
+)  # fmt: skip
 def test_sampled_tokens_follow_the_reported_law(model, variant, short):
     """Over many seeds each slot's tokens are distributed as softmax of the logits reported for that prefix."""
     ids = text(7)
     pruned = torch.arange(10, 18)
-    drafter = tiny.drafter(model, draft_ids=pruned, block_size=2, **tiny.VARIANTS[variant])
+    drafter = tiny.drafter(model, draft_ids=pruned, block_size=2, **HEADS[variant])
     drafter.runtime().shortlist = short
     rows = 4000
     session = drafter.start(tiny.request(model, rows, "block"))
@@ -201,6 +213,8 @@ def test_sampled_tokens_follow_the_reported_law(model, variant, short):
             want = law[chosen, slot][0]
             error = 4.5 * (want * (1 - want) / count).sqrt() + 1e-9
             assert bool(((seen - want).abs() <= error).all()), (slot, first, seen, want)
+    seconds = {tuple(row) for row in law[:, 1].round(decimals=3).tolist()}
+    assert (len(seconds) > 1) == (variant != "plain"), "a head makes the second slot's law depend on the first token"
 
 
 SEQUENTIAL = ["late", "correction", "markov", "everything"]

@@ -23,7 +23,7 @@ from specdiff.drafters.train.generate import Answer, Generator, Lane, draw, pass
 from specdiff.drafters.train.initialise import default_taps
 from specdiff.drafters.train.losses import decay_weights, dpace_weights
 from specdiff.drafters.train.optim import Average, schedule
-from specdiff.drafters.train.overlap import shared
+from specdiff.drafters.train.overlap import N, shared
 from specdiff.drafters.train.regenerate import Recipe, Template, read_prompts, regenerate
 from specdiff.drafters.train.vocabulary import choose_vocabulary
 from specdiff.errors import FormatError, InvalidInputError
@@ -162,24 +162,65 @@ def test_overlap_is_found():
     assert shared([text[:20]], [text], boilerplate=[text[:21]], n=13) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["chats.npz", "quoting.npz", "tasks.npz", "mixed.npz", "prompts.jsonl"])
-def test_no_dev_prompt_in_the_training_text(name):
-    """The 13-gram check on the real thing (a fifth of the large file)."""
-    data, corpus = dev_data(), Path(__file__).parents[2] / "corpus" / name
-    if data is None or not corpus.exists():
-        pytest.skip("no development data beside this checkout")
-    from specdiff import load_target
+CORPUS = Path(__file__).parents[2] / "corpus"
+SHIPPED = sorted(path.name for path in CORPUS.glob("*") if path.suffix in (".npz", ".jsonl"))
 
-    _, tokenizer = load_target()
+
+def windows(texts: list[np.ndarray]) -> dict[bytes, int]:
+    """Every n-gram of ids below 65536, as bytes, with a text that it stands in."""
+    found: dict[bytes, int] = {}
+    for number, text in enumerate(texts):
+        raw = text.astype(np.uint16).tobytes()
+        found.update(dict.fromkeys((raw[i : i + 2 * N] for i in range(0, len(raw) - 2 * N + 1, 2)), number))
+    return found
+
+
+@pytest.fixture(scope="module")
+def dev_ngrams():
+    """N-grams of the development prompts, those of the template left out; and how to read a text."""
+    data = dev_data()
+    if data is None:
+        pytest.skip("no development data beside this checkout")
+    from transformers import AutoTokenizer
+
+    from specdiff.hub.default import ensure_default
+
+    tokenizer = AutoTokenizer.from_pretrained(ensure_default())
+
+    def ids(text: str) -> np.ndarray:
+        return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+
     lines = (data / "spec_bench_dev.jsonl").read_text(encoding="utf-8").strip().split("\n")
-    texts = [tokenizer(t, add_special_tokens=False)["input_ids"] for line in lines for t in json.loads(line)["turns"]]
     template = Template.of(tokenizer)
-    if corpus.suffix == ".npz":
-        trained = [d.ids for d in read_shard(corpus)][:: 5 if name == "chats.npz" else 1]
+    usual = windows([np.array(part) for part in (template.before, template.after)])
+    turns = [ids(turn) for line in lines for turn in json.loads(line)["turns"]]
+    return windows(turns).keys() - usual.keys(), ids, turns
+
+
+def overlapping(texts: list[np.ndarray], taboo: set[bytes]) -> list[int]:
+    found = windows(texts)
+    return sorted({found[gram] for gram in taboo & found.keys()})
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_dev_prompt_in_the_training_text(name, dev_ngrams):
+    """The 13-gram check on the real thing: every document of every file that is shipped, whole."""
+    taboo, ids, turns = dev_ngrams
+    if name.endswith(".npz"):
+        trained = [d.ids for d in read_shard(CORPUS / name)]
     else:
-        trained = [tokenizer(text, add_special_tokens=False)["input_ids"] for text, _ in read_prompts(corpus)]
-    assert len(trained) > 100 and shared(trained, texts, [template.before, template.after]) == []
+        trained = [ids(text) for text, _ in read_prompts(CORPUS / name)]
+    assert len(trained) > 100 and len(taboo) > 10_000 and max(int(t.max()) for t in trained) < 2**16
+    assert overlapping(trained, taboo) == []
+    planted = [*trained, np.concatenate([trained[0], max(turns, key=len)])]
+    assert overlapping(planted, taboo) == [len(trained)], "a prompt among them is found"
+
+
+def test_windows_find_what_the_trainer_finds():
+    rng = np.random.default_rng(0)
+    texts, held = ([rng.integers(0, 2, 40) for _ in range(30)] for _ in range(2))
+    assert 0 < len(overlapping(texts, windows(held).keys())) < 30
+    assert overlapping(texts, windows(held).keys()) == shared(texts, held)
 
 
 # regeneration -------------------------------------------------------------------------------------------------------

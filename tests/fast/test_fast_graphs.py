@@ -118,6 +118,42 @@ def test_a_state_is_used_again_and_weights_written_since_are_seen() -> None:
     )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_generate_is_the_same_before_during_and_after(family: str) -> None:
+    """Recording and replaying leave the model as it was: its own text and logits, also from inside its ``generate``."""
+    net = build(FAMILIES[family](), seed=9)
+    drafter = RandomDrafter(101, 4)
+
+    def plain(**options: Any) -> tuple[Tensor, Tensor]:
+        out = net.generate(
+            PROMPTS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None,
+            return_dict_in_generate=True, output_logits=True, **options,
+        )  # fmt: skip
+        return out.sequences, torch.stack(out.logits)
+
+    before = plain()
+    modules = [(name, type(module), vars(module).keys()) for name, module in net.named_modules()]
+    forward, settings = net.forward, net.config.to_dict()
+    tape = Tape()
+    wrapped = SpecDiff(net, drafter, fast="off")
+    wrapped.fast_target = GraphTarget(net, tape)
+    built = plain()
+    assert torch.equal(run(wrapped, do_sample=False).sequences, before[0]) and tape.replays
+    inside = net.generate(
+        PROMPTS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None,
+        custom_generate=wrapped,
+    )  # fmt: skip
+    during = plain()
+    again = tape.replays
+    assert torch.equal(inside, before[0]) and torch.equal(run(wrapped, do_sample=False).sequences, before[0])
+    assert tape.replays > again, "plain decoding in between does not disturb the recordings"
+    del wrapped, tape
+    for sequences, logits in (built, during, plain()):
+        assert torch.equal(sequences, before[0]) and torch.equal(logits, before[1])
+    assert modules == [(name, type(module), vars(module).keys()) for name, module in net.named_modules()]
+    assert net.forward == forward and net.config.to_dict() == settings
+
+
 def test_a_conversation_that_outgrows_its_first_request() -> None:
     wrapped, _ = recorded("llama")
     plain = SpecDiff(model("llama"), fast="off")

@@ -100,6 +100,35 @@ def test_parity_of_dflash2(tmp_path, model):
         previous = token
 
 
+@pytest.mark.parametrize("pruned", [False, True], ids=["all ids", "pruned"])
+@pytest.mark.parametrize("case", ["dspark", "dspark, anchor drafts nothing"])
+def test_parity_of_dspark(tmp_path, model, case, pruned):
+    """Tokens, laws, and where its confidence head cuts, by the book from the files alone."""
+    options = CASES[case] | ({"draft_vocab_size": len(PRUNED)} if pruned else {})
+    export(tiny.drafter(model, draft_ids=PRUNED if pruned else None, **options), tmp_path, "speculators", target=model)
+    loaded = DFlashDrafter.from_pretrained(tmp_path, model)
+    block = Block(tmp_path, model)
+    assert block.values["speculators_model_type"] == "dspark"
+    w, ids = block.weights, PRUNED if pruned else torch.arange(tiny.VOCAB)
+    inputs = [ANCHOR, 3, 3, 3] if options["anchor_predicts"] else [ANCHOR, 3, 3, 3, 3]
+    states = block.states(IDS, inputs, block.values["aux_hidden_state_layer_ids"])[-4:]
+    for rule in ("greedy", "token"):
+        proposal = propose(loaded, model, rule)
+        before = torch.tensor([ANCHOR, *proposal.tokens[0, :-1].tolist()])
+        bigram = w["markov_head.markov_w1.weight"][before]
+        laws = states @ model.lm_head.weight[ids].T + bigram @ w["markov_head.markov_w2.weight"].T
+        if rule == "greedy":
+            assert proposal.tokens[0].tolist() == ids[laws.argmax(-1)].tolist()
+        else:
+            torch.testing.assert_close(proposal.logits[0], laws, atol=1e-4, rtol=1e-4)
+    features = torch.cat([states, bigram], -1)
+    sure = torch.sigmoid(features @ w["confidence_head.proj.weight"][0] + w["confidence_head.proj.bias"]).cumprod(0)
+    for slot in range(4):
+        for nudge, length in ((0.999, slot + 1), (1.001, slot)):
+            loaded.min_confidence = float(sure[slot]) * nudge
+            assert int(propose(loaded, model, "token").lengths[0]) == length
+
+
 def test_a_head_of_its_own_is_used_and_kept(tmp_path, model):
     """A checkpoint whose output rows are not the target's drafts with its own, and says so when saved."""
     export(tiny.drafter(model, draft_ids=PRUNED), tmp_path, "speculators", target=model)
