@@ -7,12 +7,13 @@ about it). With ``a_i`` the running chance that position i is kept once i - 1 wa
 taken, 0 (plain decoding) included. At the best n, each proposed position gains more than it costs.
 
 A source that does not pay is left alone and tried again later, after twice as many rounds each time it fails. Over all
-that stands a bill: a round may draft only if the request would still have cost at most 5% more than plain decoding,
+that stands a bill: a round may draft only if the request would still have cost at most 2.5% more than plain decoding,
 prompt included, should everything be rejected.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,8 +21,10 @@ from typing import Protocol
 from specdiff.drafters.base import Outlook
 from specdiff.tuning.curve import CostCurve
 
-ALLOWANCE = 0.05
-"""How much more than plain decoding a request may cost, modelled."""
+BOUND = 0.05
+"""How much more than plain decoding a request may cost."""
+ALLOWANCE = 0.025
+"""How much of that drafts may take, modelled: the model knows passes and drafts and not what lies between them."""
 MEMORY = 0.9
 """How much of a position's evidence survives each new try."""
 FIRST_WAIT, LONGEST_WAIT = 4, 64
@@ -157,6 +160,10 @@ class AdaptiveLengths:
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve.rising()
+        self._target_at, self._drafter_at = (
+            functools.cache(self.curve.target_at),
+            functools.cache(self.curve.drafter_at),
+        )
         self.spent = self.plain = 0.0
         self.rounds = self.drafting_rounds = 0
         self.given_up = False
@@ -187,13 +194,20 @@ class AdaptiveLengths:
         most = [min(cap, outlook.most) for cap, outlook in zip(caps, outlooks, strict=True)]
         records = [held.setdefault(o.source, Record(o.chance)) for held, o in zip(self._records, outlooks, strict=True)]
         reach = [record.reach(n) for record, n in zip(records, most, strict=True)]
-        plain = Plan((0,) * len(caps), float(len(caps)), self.curve.target_at(1))
+        plain = Plan((0,) * len(caps), float(len(caps)), self._target_at(1))
         best = plain
-        for plan in self._plans(most, reach):
+        for plan in self._plans(most, reach) if self._may_pay(plain, reach) else ():
             if plan.tokens * best.seconds > best.tokens * plan.seconds and self._affordable(plan):
                 best = plan
         self._limits = best.limits
         return list(best.limits)
+
+    def _may_pay(self, plain: Plan, reach: Sequence[Sequence[float]]) -> bool:
+        """Whether all expected tokens would pay at the price of the cheapest plan; if not, no plan does."""
+        tokens = plain.tokens + sum(map(sum, reach))
+        free = any(outlook.free for outlook in self._outlooks)
+        cheapest = self._target_at(2) + (0.0 if free else self._drafter_at(1))
+        return tokens * plain.seconds > plain.tokens * cheapest
 
     def _plans(self, most: Sequence[int], reach: Sequence[Sequence[float]]) -> list[Plan]:
         """Every width, with and without the rows whose drafts cost a drafter pass."""
@@ -210,12 +224,12 @@ class AdaptiveLengths:
     def _seconds(self, limits: Sequence[int], width: int) -> float:
         """A round that was allowed ``limits`` and put ``width`` drafts before the target."""
         drafted = max((n for n, o in zip(limits, self._outlooks, strict=True) if not o.free), default=0)
-        return self.curve.target_at(width + 1) + self.curve.drafter_at(drafted)
+        return self._target_at(width + 1) + self._drafter_at(drafted)
 
     def _affordable(self, plan: Plan) -> bool:
         behind = self.curve.warm * self._behind if self._drafts(plan.limits) else 0.0
         worst = self.spent + plan.seconds + behind
-        return worst <= (1.0 + ALLOWANCE) * (self.plain + self.curve.target_at(1))
+        return worst <= (1.0 + ALLOWANCE) * (self.plain + self._target_at(1))
 
     def _drafts(self, limits: Sequence[int]) -> bool:
         """Whether a drafter pass runs, which first catches up with what was committed."""
@@ -225,7 +239,7 @@ class AdaptiveLengths:
 
     def settle(self, proposed: Sequence[int], accepted: Sequence[int], emitted: Sequence[int]) -> None:
         """Bill the round, and learn from it."""
-        one = self.curve.target_at(1)
+        one = self._target_at(1)
         self.rounds += 1
         self.drafting_rounds += any(proposed)
         self.spent += self._seconds(self._limits, max(proposed))
@@ -236,7 +250,7 @@ class AdaptiveLengths:
             self._behind += max(emitted)
         if self._behind >= (MOST_BEHIND if self._lazy else 1):
             self._keep_up()
-            self.given_up = self.spent + one + self.curve.warm > (1.0 + ALLOWANCE) * (self.plain + one)
+            self.given_up = self.spent + one + self.curve.warm > (1.0 + BOUND) * (self.plain + one)
         for held, outlook, length, kept in zip(self._records, self._outlooks, proposed, accepted, strict=False):
             record = held[outlook.source]
             if length:
