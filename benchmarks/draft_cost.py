@@ -1,6 +1,7 @@
-"""What a proposal of the default drafter costs next to a target pass over 1 input, and what its shortlist saves.
+"""What a proposal of a drafter costs next to a target pass over 1 input, and what its shortlist saves.
 
-    python benchmarks/draft_cost.py [--tokens 3] [--shortlists 0 512 256 128] [--repeats 60] [--tau-prompts 0]
+    python benchmarks/draft_cost.py [--drafter NAME] [--tokens 3] [--shortlists 0 512 256 128] [--repeats 60]
+        [--tau-prompts 0]
 
 Shortlist 0 reads the whole head for every slot. Arms are interleaved; shown are medians of wall time and the thread's
 CPU time (steadier on a busy machine). With ``--tau-prompts N`` the greedy tau of each arm over N built-in
@@ -28,6 +29,7 @@ from specdiff.tuning.measure import Passes
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", default="smollm2-135m-instruct", help="zoo name or folder; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=3, help="drafted tokens")
     parser.add_argument("--shortlists", type=int, nargs="+", default=[0, 512, 256, 128])
     parser.add_argument("--repeats", type=int, default=60)
@@ -35,8 +37,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_target()
-    drafter = load_drafter("smollm2-135m-instruct", target=model)
-    assert isinstance(drafter, DFlashDrafter)
+    drafter = load_drafter(args.drafter, target=model)
+    if not isinstance(drafter, DFlashDrafter):
+        parser.error(f"{args.drafter} is not a DFlash drafter by itself")
     wrapped, runtime = SpecDiff(model, drafter), drafter.runtime()
     target, _ = wrapped.target_for(256)
     passes = Passes(target, drafter, args.tokens, (1,), 192, 1, 0, None)

@@ -83,8 +83,9 @@ def stock_speed(model: Any, ids: torch.Tensor, tokens: int) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="folder or hub id; default: the offline default model")
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of a target")
+    model_of = parser.add_mutually_exclusive_group()
+    model_of.add_argument("--target", help="folder or hub id; default: the offline default model")
+    model_of.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of a target")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=96)

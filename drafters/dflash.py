@@ -17,7 +17,7 @@ Sources: DFlash (block diffusion for flash speculative decoding) and DFlash 2, D
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +33,8 @@ from specdiff.drafters.layers import DraftLayer, RMSNorm, inside_window, rms_nor
 from specdiff.errors import InvalidInputError, UnsupportedError
 
 if TYPE_CHECKING:
-    from specdiff.drafters.context_cache import ContextCache
     from specdiff.drafters.dflash_session import DFlashSession
     from specdiff.drafters.packed import DraftRuntime
-    from specdiff.fast.recording import Recordings
 
 
 class DFlashModel(nn.Module):
@@ -238,8 +236,6 @@ class DFlashDrafter(nn.Module):
         self._embedding: Tensor | None = None
         self._head: Tensor | None = None
         self._runtime: DraftRuntime | None = None
-        self.idle: dict[Hashable, tuple[ContextCache, Recordings]] = {}
-        """Buffers and recordings of the last greedy request that ended, for the next one of its shape."""
 
     @property
     def block_size(self) -> int:

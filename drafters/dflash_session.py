@@ -13,7 +13,7 @@ from specdiff.drafters.context_cache import ContextCache
 from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.pending import MOST, Pending
 from specdiff.errors import InvalidInputError
-from specdiff.fast.recording import Outputs, Recordings
+from specdiff.fast.recording import Outputs, Recordings, bucket
 from specdiff.verify.laws import Coupled, Delta, Proposal, Sampled
 from specdiff.verify.noise import CounterNoise, Purpose, RoundNoise
 
@@ -40,11 +40,18 @@ class DFlashSession:
         config = drafter.config
         weight = drafter.model.fc.weight
         self._compute = weight.dtype
-        self._cache = ContextCache(
-            config.num_layers, request.batch_size, config.num_kv_heads, config.head_dim,
-            request.capacity + config.block_size + 1, request.device, weight.dtype,
-            buckets=request.recorder is not None,
-        )  # fmt: skip
+        self._recordings = Recordings(request.recorder)
+        self._recorded_for = request
+        needed = request.capacity + config.block_size + 1
+        waiting = self._runtime.idle.pop(self._shape(needed, torch.is_inference_mode_enabled()), None)
+        if waiting is not None:
+            self._cache, self._recordings = waiting
+            self._cache.restart()
+        else:
+            self._cache = ContextCache(
+                config.num_layers, request.batch_size, config.num_kv_heads, config.head_dim,
+                needed, request.device, weight.dtype, buckets=request.recorder is not None,
+            )  # fmt: skip
         self._last_position = torch.full((request.batch_size,), -1, dtype=torch.long, device=request.device)
         width = len(config.target_layer_ids) * config.hidden_size
         self._last = torch.zeros(request.batch_size, width, device=request.device, dtype=weight.dtype)
@@ -56,22 +63,16 @@ class DFlashSession:
         self._stepwise = config.sequential or config.edges or drafter.min_confidence > 0
         self._inside = self._ids < request.vocab_size
         self._all_inside = int(columns.max()) < request.vocab_size
-        self._recordings = Recordings(request.recorder)
-        self._recorded_for = request
-        waiting = drafter.idle.pop(self._shape(), None)
-        if waiting is not None:
-            self._cache, self._recordings = waiting
-            self._cache.restart()
         self._mask = drafter.mask_embedding()
         self.notes: list[str] = []
 
-    def _shape(self) -> Hashable:
+    def _shape(self, capacity: int, inference: bool) -> Hashable:
         """What two requests must share for one to go on with the other's recordings; None where they never do."""
-        request, embedding = self.request, self.drafter.embedding
+        request = self.request
         if request.recorder is None or not request.greedy:  # others have a warp of their own
             return None
-        tensors = (self._runtime.stamp, embedding.data_ptr(), torch.is_inference_mode_enabled())
-        return request.recorder, request.batch_size, request.vocab_size, self._cache.capacity, *tensors
+        place = self.drafter.embedding.data_ptr()
+        return request.recorder, request.batch_size, request.vocab_size, bucket(capacity), inference, place
 
     @property
     def lengths(self) -> Tensor:
@@ -301,10 +302,11 @@ class DFlashSession:
 
     def close(self) -> None:
         """Release the cache, or let it wait for a request of the same shape."""
-        shape = self._shape()
-        if shape is not None and self._cache.lengths.shape[0] == self.request.batch_size and self._recordings.recorder:
-            self.drafter.idle.clear()
-            self.drafter.idle[shape] = (self._cache, self._recordings)
+        cache = self._cache
+        shape = self._shape(cache.capacity, cache.keys.is_inference())
+        if shape is not None and len(cache.lengths) == self.request.batch_size and self._recordings.recorder:
+            self._runtime.idle.clear()
+            self._runtime.idle[shape] = (cache, self._recordings)
         else:
             self._recordings.clear()
         self._pending = Pending()

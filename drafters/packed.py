@@ -7,7 +7,7 @@ that shares every other parameter. ``specdiff.fast.linear`` and ``.norm`` import
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,9 @@ from specdiff.fast.linear import PackedLinear, pack
 from specdiff.fast.norm import RmsNorm
 
 if TYPE_CHECKING:
+    from specdiff.drafters.context_cache import ContextCache
     from specdiff.drafters.dflash import DFlashModel
+    from specdiff.fast.recording import Recordings
 
 
 SHORTLIST = 256
@@ -71,6 +73,7 @@ class DraftRuntime:
         model: the draft layers; ``model`` itself when it is not float32 on the CPU.
         stamp: identifies the weights that were packed.
         shortlist: how many candidates a slot of a sequential head keeps from the block's shared head read; 0 for all.
+        idle: buffers and recordings of the last greedy request that ended, for the next one of its shape.
 
     Args:
         model: the trainable part; only read.
@@ -84,10 +87,14 @@ class DraftRuntime:
         if all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters()):
             self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
             _exchange(self.model)
+        self.idle: dict[Hashable, tuple[ContextCache, Recordings]] = {}
         self.head: PackedLinear = pack(head)
         self._rows = head
         packed = self.model is not model
         self.shortlist = SHORTLIST if packed and head.shape[0] >= 8 * SHORTLIST else 0
+
+    def __deepcopy__(self, memo: object) -> None:
+        """None: a drafter's copy has weights of its own, and packs them when it first drafts."""
 
     def logits(self, normed: Tensor) -> Tensor:
         """Draft logits ``[..., Vd]`` (float32) of normed states ``[..., H]``."""

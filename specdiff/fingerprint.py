@@ -20,6 +20,7 @@ Fingerprint = tuple[Any, ...]
 
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Changes whenever a parameter is written, replaced or moved, a hook appears, or another adapter is made active.
+    The first item is the number of modules that carry hooks.
 
     Writes through ``parameter.data`` leave no trace in torch, so some values of each parameter are part of it: what
     touches only a few elements that way can be missed.

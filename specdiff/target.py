@@ -131,9 +131,7 @@ class Target:
         read = sum(parameter.nbytes for parameter in self.model.parameters())
         return read - embedding.nbytes if isinstance(embedding, Tensor) and head is not embedding else read
 
-    def open(
-        self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None
-    ) -> RaggedState | GroupedState:
+    def open(self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None) -> TargetState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns.
 
         ``seen`` is the model's fingerprint as it is now, for targets that keep something of the model; None: they take

@@ -80,9 +80,10 @@ class ScriptedRound:
         self.forced = torch.zeros(len(scripts), 0, dtype=torch.long)
 
     def uniform(self, purpose: Purpose, slots: int) -> Tensor:
-        raise NotImplementedError
+        raise AssertionError("rules are enumerated, so nothing may draw for them")
 
-    coupled = uniform
+    def coupled(self, slots: int, ids: Tensor) -> Tensor:
+        raise AssertionError("coupled noise is given as numbers")
 
     def exponential(self, purpose: Purpose, slots: int, ids: Tensor) -> Tensor:
         assert purpose == Purpose.DRAFT
@@ -204,7 +205,7 @@ class ListedSession:
         self.ids = [self.ids[i] for i in rows.tolist()]
 
     def rollback(self, lengths: Tensor) -> None:
-        raise NotImplementedError
+        raise AssertionError("one call edits no history")
 
     def close(self) -> None: ...
 
@@ -264,7 +265,7 @@ class ForcedSession:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RoundDraws, "categorical", noting)
-            proposal = self.inner.propose(anchor, limits, noise)  # type: ignore[arg-type]
+            proposal = self.inner.propose(anchor, limits, noise)
         if proposal.law == Delta():
             laws = torch.full_like(laws, 1 / vocab)
         chances = laws.gather(2, noise.forced[..., None])[..., 0].prod(1).tolist()
@@ -273,10 +274,11 @@ class ForcedSession:
         return self.owner.change(proposal)
 
 
-class _Fixed:
+class FixedRound(ScriptedRound):
     """Coupled noise given as numbers."""
 
     def __init__(self, values: Tensor) -> None:
+        super().__init__([])
         self.values = values
 
     def coupled(self, slots: int, ids: Tensor) -> Tensor:
@@ -299,7 +301,7 @@ def _coupled(scores: Tensor, proposal: Proposal, scripts: Sequence[Script]) -> V
                 noise[b, slot] = torch.tensor(representative(q, p, drafted, token))
             if slot < length and token != int(proposal.tokens[b, slot]):
                 break
-    return verify("coupled", scores, proposal, _Fixed(noise))  # type: ignore[arg-type]
+    return verify("coupled", scores, proposal, FixedRound(noise))
 
 
 def law_of_texts(

@@ -10,7 +10,7 @@ and columns. Prompts are run eagerly over the same buffers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,12 +88,13 @@ class StaticCache(TargetCache):
 class GraphState(RaggedState):
     """:class:`specdiff.target.TargetState` whose narrow passes are recorded and replayed.
 
-    It outlives its request: closed, it waits at its target for the next one of the same shape, graphs included.
+    It outlives its request: closed, it is given back and waits for the next one of the same shape, graphs included.
     """
 
     def __init__(
         self,
-        owner: GraphTarget,
+        recorder: Recorder | None,
+        give_back: Callable[[GraphState], None],
         call: ModelCall,
         serving: Serving,
         batch: int,
@@ -102,9 +103,9 @@ class GraphState(RaggedState):
         top: int | None,
     ) -> None:
         super().__init__(call, serving, batch, 0, taps, top)
-        self.owner, self.batch = owner, batch
+        self.give_back, self.batch = give_back, batch
         self.cache: StaticCache = StaticCache(serving.plans, batch, capacity, capacity)
-        self.recordings = Recordings(owner.recorder)
+        self.recordings = Recordings(recorder)
         self.stamp: Fingerprint = ()
 
     def fits(self, batch: int, capacity: int, taps: tuple[int, ...], stamp: Fingerprint) -> bool:
@@ -144,7 +145,7 @@ class GraphState(RaggedState):
 
     def close(self) -> None:
         """See :class:`specdiff.target.TargetState`."""
-        self.owner.take_back(self)
+        self.give_back(self)
 
 
 class GraphTarget(Target):
@@ -192,7 +193,7 @@ class GraphTarget(Target):
 
     def refuses(self, capacity: int, seen: Fingerprint | None = None) -> str | None:
         """Why a request cannot be served so, or None; ``seen`` as in :meth:`specdiff.target.Target.open`."""
-        hooks = (fingerprint(self.model) if seen is None else seen)[0]
+        hooks, *_ = fingerprint(self.model) if seen is None else seen
         return HOOKED if hooks else None
 
     def open(self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None) -> GraphState:
@@ -202,10 +203,15 @@ class GraphTarget(Target):
         wanted, stamp = tuple(taps), (*seen, torch.is_inference_mode_enabled())
         with self._lock:
             state, self._idle = self._idle, None
-        if state is None or not state.fits(batch, capacity, wanted, stamp):
+        if state is not None and not state.fits(batch, capacity, wanted, stamp):
+            state.recordings.clear()  # they hold it
+            state = None
+        if state is None:
             self._check_taps(wanted)
-            room = bucket(capacity)
-            state = GraphState(self, self.call, self.serving, batch, room, wanted, self.max_positions)
+            state = GraphState(
+                self.recorder, self.take_back, self.call, self.serving, batch, bucket(capacity), wanted,
+                self.max_positions,
+            )  # fmt: skip
             state.stamp = stamp
         state.reopen()
         return state

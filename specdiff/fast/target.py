@@ -84,9 +84,7 @@ class FastTarget(Target):
         """Bytes of the packed matrices."""
         return self.packed().weight_bytes
 
-    def open(  # type: ignore[override]
-        self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None
-    ) -> FastState:
+    def open(self, batch: int, capacity: int, taps: Sequence[int] = (), seen: Fingerprint | None = None) -> FastState:
         """Start a request of ``batch`` rows that needs at most ``capacity`` columns.
 
         Args:

@@ -33,13 +33,6 @@ class Repeating:
         return type("Recording", (), {"replay": staticmethod(step)})()
 
 
-class Owner:
-    recorder = Repeating()
-
-    def take_back(self, state: GraphState) -> None:
-        """Nothing is kept."""
-
-
 @torch.no_grad()
 def round_on_meta(rule: str, recorded: bool, **options: Any) -> Outputs:
     """Prefill and a round of target and drafter; returns what a round would read back."""
@@ -47,17 +40,18 @@ def round_on_meta(rule: str, recorded: bool, **options: Any) -> Outputs:
     drafts = drafter(net, **options)
     net.to(META)
     drafts.bind(net)
+    repeating = Repeating()
     serving = Serving("ragged", plans=tuple(layer_plans(net.config) or ()))
     call = ModelCall(net)
     state: RaggedState = (
-        GraphState(Owner(), call, serving, 2, 256, drafts.taps, 256)  # type: ignore[arg-type]
+        GraphState(repeating, lambda state: None, call, serving, 2, 256, drafts.taps, 256)
         if recorded
         else RaggedState(call, serving, 2, 64, drafts.taps, 256)
     )
     session = drafts.start(
         DraftRequest(
             2, META, torch.float32, 50, rule, capacity=64, target_cache=state,
-            recorder=Owner.recorder if recorded else None,
+            recorder=repeating if recorded else None,
         )
     )  # fmt: skip
     noise = Noise(torch.zeros(2, dtype=torch.long, device=META))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from specdiff import SpecDiff
 from specdiff.drafters.combined import CombinedDrafter
+from specdiff.drafters.dflash import DFlashDrafter
 from specdiff.drafters.dflash_session import DFlashSession
 from specdiff.fast.graphs import GraphTarget
 from specdiff.fast.recording import Recordings
@@ -125,6 +127,30 @@ def test_stale_state_in_a_recording_shows(monkeypatch: pytest.MonkeyPatch) -> No
     assert out.stats.emitted != plain.stats.emitted
 
 
+@torch.no_grad()
+def turn_round(wrapped: SpecDiff) -> None:
+    """Write a weight of the drafter."""
+    assert isinstance(wrapped.drafter, DFlashDrafter)
+    wrapped.drafter.model.fc.weight.mul_(-1.0)
+
+
+def test_a_drafter_that_has_been_recorded_can_be_copied() -> None:
+    wrapped, _ = pair("direct", True)
+    first = text(wrapped, PROMPTS[1:], do_sample=False)
+    other = SpecDiff(wrapped.ar, copy.deepcopy(wrapped.drafter), fast="off")
+    assert text(other, PROMPTS[1:], do_sample=False).stats.emitted == first.stats.emitted
+
+
+def test_a_conversation_closed_in_another_mode_leaves_buffers_that_fit() -> None:
+    wrapped, _ = pair("direct", True)
+    session = wrapped.session()
+    with torch.inference_mode():
+        session.generate(PROMPTS[1:], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    session.close()
+    plain = text(pair("direct", False)[0], PROMPTS[1:], do_sample=False, max_new_tokens=8)
+    assert torch.equal(text(wrapped, PROMPTS[1:], do_sample=False, max_new_tokens=8).sequences, plain.sequences)
+
+
 def test_a_second_request_records_nothing_new_and_sees_weights_written_since() -> None:
     wrapped, tape = pair("direct", True)
     first = text(wrapped, PROMPTS[1:], do_sample=False)
@@ -132,11 +158,9 @@ def test_a_second_request_records_nothing_new_and_sees_weights_written_since() -
     again = text(wrapped, PROMPTS[1:], do_sample=False)
     assert len(tape.recordings) == seen
     assert torch.equal(again.sequences, first.sequences) and again.stats.emitted == first.stats.emitted
-    with torch.no_grad():
-        wrapped.drafter.model.fc.weight.mul_(-1.0)  # type: ignore[union-attr]
+    turn_round(wrapped)
     changed = text(wrapped, PROMPTS[1:], do_sample=False)
     fresh, _ = pair("direct", False)
-    with torch.no_grad():
-        fresh.drafter.model.fc.weight.mul_(-1.0)  # type: ignore[union-attr]
+    turn_round(fresh)
     assert changed.stats.emitted == text(fresh, PROMPTS[1:], do_sample=False).stats.emitted
     assert len(tape.recordings) > seen

@@ -38,6 +38,10 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+PROMPTS = torch.tensor([[0, 0, 5, 17, 42, 8], [9, 33, 71, 12, 60, 3]])
+MASK = (PROMPTS != 0).long()
+NEW = 24
+"""Two rows of different lengths, and how many tokens they get."""
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_models import COMMON, TAKEN, build
+from fast_models import COMMON, MASK, NEW, PROMPTS, TAKEN, build
 from torch import Tensor
 from transformers import MistralConfig, PreTrainedModel
 
@@ -16,9 +16,6 @@ from specdiff.errors import UnsupportedError
 from specdiff.testing import RandomDrafter, ReplayDrafter
 
 FAMILIES = ("gemma3", "llama", "qwen2", "qwen3", "smollm")
-PROMPTS = torch.tensor([[0, 0, 5, 17, 42, 8], [9, 33, 71, 12, 60, 3]])
-MASK = (PROMPTS != 0).long()
-NEW = 24
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_models import COMMON, TAKEN, build
+from fast_models import COMMON, MASK, NEW, PROMPTS, TAKEN, build
 from tape import Tape
 from torch import Tensor
 from transformers import DeepseekV3Config, GPT2Config, MistralConfig, MixtralConfig, PreTrainedModel
@@ -32,9 +32,6 @@ FAMILIES: dict[str, Any] = {
         q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=12,
     ),
 }  # fmt: skip
-PROMPTS = torch.tensor([[0, 0, 5, 17, 42, 8], [9, 33, 71, 12, 60, 3]])
-MASK = (PROMPTS != 0).long()
-NEW = 24
 
 
 @functools.cache
@@ -97,7 +94,6 @@ def test_texts_that_pass_a_bucket_take_another_graph() -> None:
     ids = torch.arange(240)[None] % 100 + 1
     plain = run(SpecDiff(model("llama"), fast="off"), ids, torch.ones_like(ids), do_sample=False, max_new_tokens=15)
     wrapped, tape = recorded("llama")
-    wrapped.fast_target.open(1, 512).close()  # type: ignore[union-attr]
     for _ in range(2):
         before = len(tape.recordings)
         out = run(wrapped, ids, torch.ones_like(ids), do_sample=False, max_new_tokens=15)

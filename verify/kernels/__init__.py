@@ -60,7 +60,7 @@ def attempt(rule: str, scores: Tensor, proposal: Proposal, noise: RoundNoise) ->
     assert isinstance(noise, CounterNoise)
     try:
         return fused_verify(rule, scores, proposal, noise)
-    except Exception as error:
+    except Exception as error:  # triton's errors and its compilers' share no base; what is no failed start is raised
         if not cannot_start(error):
             raise
         lines = str(error).strip().splitlines() or [""]
